@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any, Literal, Protocol
 
 from parallm.environment.settings import ArithmeticSettings, EnvironmentSettings
-from parallm.learner.loss.presets import resolve_objective
+from parallm.learner.loss.objective import resolve_objective
 from parallm.learner.settings import LearnerSettings
 from parallm.rollout.settings import RolloutSettings
 from parallm.trainer.settings import TrainerSettings

@@ -21,7 +21,7 @@ from parallm.device.settings import BlasSettings, DeviceSettings, ServingDeviceS
 from parallm.engine.settings import EngineSettings
 from parallm.environment.settings import ArithmeticSettings, EnvironmentSettings
 from parallm.errors import ConfigError
-from parallm.learner.loss.presets import resolve_objective
+from parallm.learner.loss.objective import resolve_objective
 from parallm.learner.settings import LearnerSettings
 from parallm.metrics.settings import DisplaySettings, MetricsSettings
 from parallm.model.settings import BaseSettings, ComputedBaseSettings, ModelSettings

@@ -75,11 +75,8 @@ class AsyncEngine:
     async def generate_all(
         self, requests: Sequence[GenerationRequest], progress: Callable[[int], None] | None = None
     ) -> list[list[Completion]]:
-        """`generate` for several requests, which the engine gets at the same moment.
-
-        So the same requests make the same batches, and with them the same numbers, in every run without other traffic.
-        `progress` is called with the number of finished completions each time that one ends.
-        """
+        """`generate` for several requests, which the engine gets at the same moment, so that they make the same batches
+        in every run. `progress` is called with the number of finished completions each time that one ends."""
         completions: dict[str, list[Completion]] = {request.request_id: [] for request in requests}
         num_finished = 0
         async with aclosing(self._events(requests, is_streaming=False)) as events:
@@ -92,10 +89,8 @@ class AsyncEngine:
         return [sorted(group, key=lambda completion: completion.index) for group in completions.values()]
 
     def stream(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
-        """Events of all completions as they come; closing the iterator aborts the request. Raises as `generate`.
-
-        Events that come while the consumer is elsewhere are joined: at most one for each completion.
-        """
+        """Events of all completions as they come, joined while the consumer is elsewhere; closing the iterator aborts
+        the request. Raises as `generate`."""
         return self._events([request], is_streaming=True)
 
     async def cancel(self, request_ids: Collection[str]) -> int:

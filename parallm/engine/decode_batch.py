@@ -3,10 +3,9 @@
 `SlotDecodeBatch` serves models that are batch-invariant over slot caches; `SequentialDecodeBatch` the others (recurrent
 states and mlx-lm's other caches): it computes one sequence after the other with mlx-lm's own caches.
 
-With MLX's CUDA build a step's forward goes through `mx.compile`: building the graph of hundreds of modules takes Python
-longer than a GPU needs to compute it. What differs from step to step comes in as arrays: tokens, lengths, slots, KV
-buffers, LoRA weights. MLX keeps a trace for each number of rows (see `row_bucket`), shape of the buffers and structure
-of the LoRA.
+With MLX's CUDA build a step's forward goes through `mx.compile`, as Python takes longer to build its graph than a GPU
+to compute it. What differs from step to step comes in as arrays; MLX keeps a trace for each number of rows
+(`row_bucket`), shape of the buffers and structure of the LoRA.
 
 Axes: B rows, H hidden.
 """
@@ -42,11 +41,8 @@ Function = Callable[[mx.array, mx.array, mx.array, Arrays, Arrays], tuple[mx.arr
 
 
 def row_bucket(num_rows: int) -> int:
-    """The number of rows that are computed for `num_rows`: at most a third more from 12 on.
-
-    A single row has a bucket of its own: MLX multiplies a vector by a kernel that costs the host a quarter of a matrix
-    product.
-    """
+    """The number of rows that are computed for `num_rows`: at most a third more from 12 on. A single row is computed
+    alone, by a kernel for vectors that costs the host a quarter of a matrix product."""
     if num_rows <= 1:
         return num_rows
     step = next((step for most, step in ((8, 4), (32, 8), (64, 16)) if num_rows <= most), 32)

@@ -1,12 +1,7 @@
 """Decode steps of the sequences of one stream: a step is launched first and read later.
 
-With asynchronous scheduling the next step is launched before the present one is read: it feeds the present one's tokens
-as the array that the device has yet to compute. What it samples for a sequence that turns out to have ended is dropped.
-Where a sequence has a grammar, only the forward is launched ahead: the step is sampled after the one before is read,
-because the next mask depends on it.
-
-A step with drafts (`speculation.py`) feeds them after a sequence's newest token and samples a token after each, with
-the noise of its position. Drafts are accepted up to the first mismatch; everything sampled after it is dropped.
+With asynchronous scheduling (see the README) a step feeds the tokens of the one before as the array that the device has
+yet to compute. A step with drafts (`speculation.py`) samples a token after each.
 
 Axes: B rows of a forward, H hidden, V vocabulary, F rows that feed a token.
 """
@@ -41,10 +36,8 @@ class Forward:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """A launched step: row b is a token of `sequences[b]`, which may have left its decoder when the step is read.
-
-    A sequence that feeds drafts has several rows in turn.
-    """
+    """A launched step: row b is a token of `sequences[b]`, which may have left its decoder when the step is read. A
+    sequence that feeds drafts has several rows in turn."""
 
     sequences: Ordered[Sequence]
     sampled: SampledTokens
@@ -171,10 +164,7 @@ class Decoder:
         return self.sample()
 
     def sample(self) -> list[mx.array]:
-        """Build the sampling of the launched forward, which is in flight from now on; not evaluated.
-
-        Sequences that have left since the launch are sampled, too, and dropped when the step is read.
-        """
+        """Build the sampling of the launched forward, which is in flight from now on; not evaluated."""
         forward, self._unsampled = self._unsampled, None
         assert forward is not None, "nothing was launched"
         rows, logits_BV, positions_B = forward.sequences, forward.logits_BV, forward.positions_B

@@ -166,10 +166,8 @@ class Engine:
         self._at_work = None
 
     def fail(self, traffic: TrafficClass, error: Exception) -> None:
-        """End the requests of the unit that raised `error`, or those of the whole class where no unit raised it.
-
-        When memory ran out, all requests are computed again within a lower limit, as long as it can be lowered.
-        """
+        """End the requests of the unit that raised `error`, or those of the whole class where no unit raised it. When
+        memory ran out, all requests are computed again within a lower limit, as long as it can be lowered."""
         at_work, self._at_work = self._at_work, None
         requests = [sequence.request for queue in self._queues.values() for sequence in queue.sequences()]
         if at_work is not None and is_out_of_memory(error) and self.kv_budget.lower(requests):
@@ -213,10 +211,7 @@ class Engine:
         return [Decoder(self.model, self._loras, self._make_batch(), self.speculation, stream) for stream in handles]
 
     def _switch_versions(self, queue: RequestQueue) -> None:
-        """Move sequences that switch versions in flight to the newest one; their keys and values stay.
-
-        The tokens in flight, which are of the versions before, are read first.
-        """
+        """Move sequences that switch versions in flight to the newest one, once the tokens in flight are read."""
         switching = queue.switching()
         newest = {name: self._adapters.resolve(name) for name in {one.request.model for one in switching}}
         moving = [sequence for sequence in switching if sequence.adapter is not newest[sequence.request.model]]

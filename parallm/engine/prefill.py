@@ -1,11 +1,9 @@
 """Computes prompts in chunks, each alone with a plain causal mask, and preempted sequences as they were computed
 before.
 
-With MLX's CUDA build, jobs that begin at the same position are computed together, each in a row of one forward: a
-forward takes Python milliseconds, whatever it holds. Shorter rows are padded, which causal attention hides. On a CPU
-that would gain nothing, and a prompt's numbers could depend on its company.
-
-Tokens in the prefix cache are not computed again. Only batch-invariant models have one: recurrent states cannot be cut.
+With MLX's CUDA build, jobs that begin at the same position are rows of one forward, which takes Python milliseconds,
+whatever it holds. Shorter rows are padded, which causal attention hides. On a CPU that would gain nothing, and a
+prompt's numbers could depend on its company. Recurrent states cannot be cut: such models have no prefix cache.
 
 Axes: B jobs, T tokens, H hidden, V vocabulary.
 """

@@ -1,9 +1,8 @@
 """Decides which requests hold memory, which jobs are computed next, and which sequences decode.
 
-The engine calls it in each unit. Memory comes from the prefix cache first, then from buffers that are larger than
-needed, then from preemption. A preempted sequence goes back to the queue with its tokens and is computed again later:
-rollouts before serving, and within a class the largest priority number and the newest first. So the first sequence of a
-class always goes on, and every request ends. Rollouts never take memory from serving.
+Memory comes from the prefix cache first, then from buffers that are larger than needed, then from preemption: rollouts
+before serving, and within a class the largest priority number and the newest first. A preempted sequence goes back to
+the queue with its tokens and is computed again later.
 """
 
 from collections import deque
@@ -25,10 +24,7 @@ LOOKAHEAD = 32
 
 @dataclass(slots=True)
 class RequestQueue:
-    """The requests of one traffic class: jobs that wait, and sequences that decode.
-
-    Each class has decoders of its own, so that it can step alone.
-    """
+    """The requests of one traffic class: jobs that wait, and sequences that decode. Each class can step alone."""
 
     decoders: list[Decoder]
     """One per stream."""

@@ -35,10 +35,7 @@ MIN_SORT_KEY: SortKey = (-math.inf, 0)
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class PrefillJob:
-    """A prompt to compute in chunks; afterwards each of its sequences decodes on its own.
-
-    A preempted sequence has a job of its own, which computes the prompt and the tokens sampled so far.
-    """
+    """A prompt to compute in chunks, or prompt and tokens of a preempted sequence; afterwards its sequences decode."""
 
     request: GenerationRequest
     tokens: tuple[int, ...]

@@ -1,14 +1,11 @@
 """Speculative decoding: drafts are fed along with a sequence's newest token, and one forward verifies all of them.
 
-The sampled token at a position follows from the policy's logits and from noise of seed and position. So a step with
-drafts samples after each what a step of its own would have sampled, and drafts are accepted up to the first mismatch:
-tokens and log-probs are those without drafts, at any temperature and with any filters. Nothing is accepted by chance
-(as in https://arxiv.org/abs/2211.17192).
-
-Drafts come from n-gram lookup (https://github.com/apoorvumang/prompt-lookup-decoding) in the prompt and all completions
-of a request, which resemble one another. Acceptance rates in the same request, by the length of the match, say how many
-drafts are fed: all while a step of few rows costs hardly less, then as long as another row of the forward is expected
-to bring more tokens than its time costs. Drafts that are not fed are watched, too, which costs a lookup.
+A step with drafts samples after each what a step of its own would have sampled, and drafts are accepted up to the first
+mismatch: tokens and log-probs are those without drafts. Nothing is accepted by chance (as in
+https://arxiv.org/abs/2211.17192). Drafts come from n-gram lookup
+(https://github.com/apoorvumang/prompt-lookup-decoding) in the prompt and all completions of a request. All are fed
+while a step of few rows costs hardly less, then as long as another row of the forward is expected to bring more tokens
+than its time costs; those that are not are watched, too.
 
 Each decoder calls `feed` before a step. Used on the device thread; any thread may read the numbers.
 """

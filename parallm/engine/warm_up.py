@@ -23,25 +23,20 @@ async def warm_up(
     prompt_tokens: int = PROMPT_TOKENS,
 ) -> dict[int, float]:
     """Generate for 1, 2, 4 and more rows up to `rows` after prompts of `token`; returns seconds by number of rows.
-
-    Raises as `AsyncEngine.generate` does.
-    """
+    Raises as `AsyncEngine.generate` does."""
     seconds = {}
     for count in [*(2**power for power in range(rows.bit_length()) if 2**power < rows), rows]:
         began = time.perf_counter()
-        await generate(_request([token] * prompt_tokens, count, model))
+        name = uuid.uuid4().hex
+        request = GenerationRequest(
+            request_id=f"warmup-{name}",
+            prompt_tokens=(token,) * prompt_tokens,
+            sampling=SamplingParams(max_tokens=TOKENS, ignore_eos=True),
+            n=count,
+            model=model,
+            is_continued=False,
+            cache_salt=name,  # so that no prompt hits the prefix cache
+        )
+        await generate(request)
         seconds[count] = round(time.perf_counter() - began, 6)
     return seconds
-
-
-def _request(prompt: list[int], rows: int, model: str) -> GenerationRequest:
-    name = uuid.uuid4().hex
-    return GenerationRequest(
-        request_id=f"warmup-{name}",
-        prompt_tokens=tuple(prompt),
-        sampling=SamplingParams(max_tokens=TOKENS, ignore_eos=True),
-        n=rows,
-        model=model,
-        is_continued=False,
-        cache_salt=name,  # so that no prompt hits the prefix cache
-    )

@@ -1,12 +1,16 @@
-"""Short word problems of one to three steps, made from a seed. An answer ends with a line `#### N`."""
+"""Short word problems of one to three steps, made from a seed. An answer ends with a line `#### N`.
+
+`Calculator` has the same problems in several turns: the result of each sum that the model writes is appended for it.
+"""
 
 import hashlib
+import operator
 import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from parallm.environment.settings import ArithmeticSettings
+from parallm.environment.settings import ArithmeticSettings, CalculatorSettings
 from parallm.types import Message, Problem, Split
 
 MAX_NUMBER = 99
@@ -14,6 +18,12 @@ MAX_NUMBER = 99
 NAMES = ("Tom", "Ann", "Ben", "Eva", "Max", "Mia", "Sam", "Zoe")
 ITEMS = ("apples", "books", "cards", "cups", "eggs", "pens", "shells", "stamps")
 TOGETHER = " How many {item} do they have together?"
+SUM = re.compile(
+    r"(?:^|[^-+*.\d ]) ?(?P<first>-?\d{1,9})(?P<space> ?)(?P<sign>[-+*])(?P=space)(?P<second>\d{1,9}) ?= ?\Z",
+    re.MULTILINE,
+)
+"""A sum of two whole numbers, without a third one before them, at the end of the text."""
+OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 FINAL_LINE = re.compile(r"^#### (-?\d+)[ \t]*$", re.MULTILINE)
 
 
@@ -72,7 +82,7 @@ def work_out(plan: Sequence[str], numbers: Mapping[str, int]) -> tuple[list[str]
     values, lines, results = dict(numbers), [], []
     for name, step in zip("xyz", plan, strict=False):
         first, second = values[step[0]], values[step[2]]
-        result = {"+": first + second, "-": first - second, "*": first * second}[step[1]]
+        result = OPERATIONS[step[1]](first, second)
         values[name] = result
         lines.append(f"{first} {step[1]} {second} = {result}")
         results.append(result)
@@ -125,3 +135,41 @@ class Arithmetic:
         correct = bool(finals) and finals[-1][1] == problem.answer
         well_formed = len(finals) == 1 and not text[finals[0].end() :].strip()
         return {"correct": float(correct), "format": float(well_formed)}
+
+
+class Calculator:
+    """The problems and rewards of `Arithmetic`. A call is the beginning of a line such as `12 * 3 =`.
+
+    The model stops at each equals sign. If a sum stands before it, the result is appended, and the model goes on.
+    The part `calls`, which is not rewarded, counts the sums.
+    """
+
+    stop = ("=",)
+
+    def __init__(self, settings: CalculatorSettings) -> None:
+        self._arithmetic = Arithmetic(settings.problems)
+        self.weights: Mapping[str, float] = self._arithmetic.weights
+
+    def problems(self, split: Split) -> Sequence[Problem]:
+        return self._arithmetic.problems(split)
+
+    def reply(self, problem: Problem, turns: Sequence[Message]) -> Sequence[Message] | None:
+        """Return the result of the sum at the end of the text, empty without a sum; None unless `=` ends the text."""
+        text = "".join(turn.content for turn in turns)
+        if not text.rstrip(" ").endswith("="):
+            return None
+        return [Message(role="assistant", content=result_after(text))]
+
+    def score(self, problem: Problem, turns: Sequence[Message]) -> Mapping[str, float]:
+        text = "".join(turn.content for turn in turns)
+        calls = sum(bool(SUM.search(turn.content)) for turn in turns)
+        return {**self._arithmetic.score(problem, text), "calls": float(calls)}
+
+
+def result_after(text: str) -> str:
+    """Return what a calculator appends to `text`, after a space if the sum has spaces and `text` ends in none."""
+    match = SUM.search(text)
+    if match is None:
+        return ""
+    result = OPERATIONS[match["sign"]](int(match["first"]), int(match["second"]))
+    return f"{'' if text.endswith(' ') else match['space']}{result}"

@@ -2,7 +2,7 @@
 
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Literal
 
 from parallm.environment.settings import CustomSettings
@@ -15,7 +15,16 @@ def make_custom(settings: CustomSettings) -> Any:
     """Import `module:Class` and call it with the options. Raises ConfigError that names the step that failed."""
     target = settings.target
     setting = f"environment.target={target!r}"
-    environment = call_with_options(import_callable(target, setting, "Class"), settings.options, target)
+    factory = import_callable(target, setting, "Class")
+    signature = inspect.signature(factory)
+    try:
+        signature.bind(**settings.options)
+    except TypeError as error:
+        raise ConfigError(
+            f"environment.options={settings.options} do not fit {target}{signature}: {error}; change "
+            "environment.options"
+        ) from error
+    environment = factory(**settings.options)
     missing = [member for member in MEMBERS if not hasattr(environment, member)]
     if missing:
         raise ConfigError(f"{setting} lacks {', '.join(missing)}; parallm/environment/README.md shows an example")
@@ -48,15 +57,3 @@ def import_callable(target: str, setting: str, kind: Literal["Class", "function"
         others = sorted(other for other, value in vars(module).items() if is_kind(value))
         raise ConfigError(f"{setting}: {module_name} has no {kind.lower()} {name}, it has {others}")
     return found
-
-
-def call_with_options(factory: Callable[..., Any], options: Mapping[str, Any], target: str) -> Any:
-    """Call `factory(**options)`. Raises ConfigError that names the signature if the options do not fit it."""
-    signature = inspect.signature(factory)
-    try:
-        signature.bind(**options)
-    except TypeError as error:
-        raise ConfigError(
-            f"environment.options={dict(options)} do not fit {target}{signature}: {error}; change environment.options"
-        ) from error
-    return factory(**options)

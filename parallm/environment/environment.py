@@ -120,7 +120,6 @@ AnyEnvironment: TypeAlias = SingleEnvironment | Mixed
 
 
 def environment_of(environment: AnyEnvironment, problem: Problem) -> SingleEnvironment:
-    """Return the environment that `problem` comes from."""
     own = environment.environments[problem.environment] if isinstance(environment, Mixed) else environment
     assert not isinstance(own, Mixed)
     return own
@@ -133,7 +132,6 @@ def open_sessions(environment: AnyEnvironment, problem: Problem, count: int) -> 
 
 
 def connect(environment: AnyEnvironment, ask: Ask) -> None:
-    """Hand `ask` to every environment that asks."""
     parts: Iterable[object] = environment.environments.values() if isinstance(environment, Mixed) else (environment,)
     for part in parts:
         if isinstance(part, AskingEnvironment):

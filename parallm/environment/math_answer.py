@@ -23,7 +23,6 @@ def marked_number(text: str) -> Decimal | None:
 
 
 def last_number(text: str) -> Decimal | None:
-    """Return the last number anywhere in `text`."""
     numbers = NUMBER_IN_TEXT.findall(text)
     return parse_number(numbers[-1]) if numbers else None
 

@@ -1,6 +1,6 @@
 """Settings of environments: one class per environment, chosen by `name`."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field
 
@@ -67,14 +67,14 @@ class VerifiersSettings:
     """An episode counts as right from this reward on, where the environment has no reward of the name `correct`."""
 
 
+SingleSettings: TypeAlias = ArithmeticSettings | Gsm8kSettings | CustomSettings | CalculatorSettings | VerifiersSettings
+
+
 @settings
 class MixedPart:
     weight: float = Field(default=1.0, gt=0)
     """How often it is drawn, in proportion to the other parts."""
-    environment: Annotated[
-        ArithmeticSettings | Gsm8kSettings | CustomSettings | CalculatorSettings | VerifiersSettings,
-        Field(discriminator="name"),
-    ]
+    environment: Annotated[SingleSettings, Field(discriminator="name")]
     """Settings of one environment; its `name` chooses which."""
 
 
@@ -85,7 +85,4 @@ class MixedSettings:
     """Environments by a name of your choice, under which their problems and metrics appear."""
 
 
-EnvironmentSettings = Annotated[
-    ArithmeticSettings | Gsm8kSettings | CustomSettings | CalculatorSettings | VerifiersSettings | MixedSettings,
-    Field(discriminator="name"),
-]
+EnvironmentSettings = Annotated[SingleSettings | MixedSettings, Field(discriminator="name")]

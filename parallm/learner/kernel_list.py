@@ -1,6 +1,7 @@
 """The CUDA kernels that a learner launches for a model: found by building a pass, which nothing evaluates."""
 
 from contextlib import suppress
+from itertools import chain
 
 import mlx.core as mx
 
@@ -9,6 +10,7 @@ from parallm.learner.passes.packing import Segment, packed_hidden
 from parallm.model.adapters.adapter import Adapter
 from parallm.model.kernels.compiler import Specialization
 from parallm.model.kernels.cuda import has_kernels, listed_kernels
+from parallm.model.kernels.flash_attention import FORWARD, specializations
 from parallm.model.kernels.token_scores import token_scores
 from parallm.model.lora.selector import training_lora
 from parallm.model.shared_model import SharedModel
@@ -35,4 +37,6 @@ def learner_kernels(model: SharedModel, adapter: Adapter) -> list[Specialization
         mx.vjp(forward, policy.arrays(), [hidden_MH])
         ones_M = mx.ones(NUM_TOKENS)
         token_scores(model.head(hidden_MH), ones_M, tokens_M).gradient(ones_M, None)
-    return list(kernels)
+    attention = [dict(defines) for name, defines in kernels if name == FORWARD]
+    variants = [specializations(one["T"], one["HEAD"], one["REPEATS"]) for one in attention]
+    return list(kernels | dict.fromkeys(chain(*variants)))  # those for long prompts, too

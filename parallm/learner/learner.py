@@ -17,7 +17,7 @@ import numpy as np
 from parallm.device.streams import DeviceStreams
 from parallm.learner.adapter_learner import AdapterLearner, OptimizerStep, with_change
 from parallm.learner.faults import Faults
-from parallm.learner.loss.presets import resolve_objective
+from parallm.learner.loss.objective import resolve_objective
 from parallm.learner.optimizer import learning_rate
 from parallm.learner.passes.batch import MicroBatch, make_micro_batches
 from parallm.learner.passes.gradient import LoraWeights, PassResult, PolicyGradient, TokenStatistics

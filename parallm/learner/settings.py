@@ -24,7 +24,7 @@ class LearnerSettings:
     trains: Literal["policy", "reward_model"] = "policy"
     """Purpose of the adapter: to write completions, or to score them (learner=reward_model)."""
     preset: Preset = "dapo"
-    """A loss by its published name, see learner/loss/presets.py. Keys that are null are as the preset has them."""
+    """A loss by its published name, see learner/loss/objective.py. Keys that are null are as the preset has them."""
     data: str | None = None
     """For learner=sft: a jsonl file with lines of prompt or messages, and completion; or the folder of a run, whose
     samples.jsonl counts. For learner=reward_model: a jsonl file with lines of prompt or messages, chosen, rejected."""

@@ -175,8 +175,7 @@ class Model:
             )
         if fields.get("n", 1) != 1:
             raise InvalidRequest(f"n is {fields['n']}; several answers are for generate([messages], n=...)", "n")
-        ((path, body),) = requests_of([chat], model, fields)
-        return (await self._completions(path, body))[0]
+        return (await self._generate([chat], model, fields))[0]
 
     async def _generate(self, prompts: Sequence[Prompt], model: str, fields: dict[str, Any]) -> list[Answer]:
         if isinstance(prompts, str):
@@ -185,7 +184,7 @@ class Model:
 
         async def answers(path: str, body: dict[str, Any]) -> list[Answer]:
             async with turns:
-                return await self._completions(path, body)
+                return answers_of(path, body, await self._client.post(path, body))
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -193,6 +192,3 @@ class Model:
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         return [answer for task in tasks for answer in task.result()]
-
-    async def _completions(self, path: str, body: dict[str, Any]) -> list[Answer]:
-        return answers_of(path, body, await self._client.post(path, body))

@@ -13,23 +13,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from parallm.client import ApiError, AsyncClient
 from parallm.client.calls import Call
-from parallm.errors import (
-    AdapterError,
-    AdapterMissing,
-    CheckpointError,
-    ConfigError,
-    ContextTooLong,
-    EngineFull,
-    EngineStopped,
-    InvalidRequest,
-    NotFinite,
-    ParallmError,
-    Unavailable,
-    UnknownModel,
-    UnknownTrajectory,
-)
+from parallm.errors import ConfigError, InvalidRequest, Unavailable
 from parallm.metrics.json_lines import read_rows
 from parallm.metrics.summary import RunSummary
+from parallm.server.failures import error_of
 from parallm.server.operation.http_server import HttpServer
 from parallm.server.operation.request_context import LOCAL
 from parallm.server.operation.sockets import bind
@@ -79,18 +66,6 @@ def read_result(folder: Path, *, version: int, was_stopped: bool) -> TrainingRes
 
 
 ADDRESS = "http://localhost"
-ERRORS: Mapping[str, type[ParallmError]] = {
-    "model_not_found": UnknownModel,
-    "trajectory_not_found": UnknownTrajectory,
-    "engine_full": EngineFull,
-    "not_finite": NotFinite,
-    "engine_stopped": EngineStopped,
-    "unavailable": Unavailable,
-    "checkpoint_failed": CheckpointError,
-    "adapter_not_found": AdapterMissing,
-    "invalid_adapter": AdapterError,
-}
-"""Errors by the codes of `server/failures.py`; `_error` has those with a parameter."""
 
 Result = TypeVar("Result")
 
@@ -114,7 +89,7 @@ class LocalClient(AsyncClient):
         try:
             return await super()._send(call)
         except ApiError as error:
-            raise _error(error) from None
+            raise error_of(error.status, error.code, str(error), error.param) from None
         except ValueError as error:  # JSON has no infinite numbers
             raise InvalidRequest(str(error)) from error
 
@@ -171,11 +146,3 @@ def _at(settings: ServerSettings, host: str | None, port: int | None) -> ServerS
     except ValidationError as error:
         wrong = error.errors()[0]
         raise ConfigError(f"{wrong['loc'][0]} is {wrong['input']!r}: {wrong['msg']}") from error
-
-
-def _error(error: ApiError) -> ParallmError:
-    if error.code == "context_length_exceeded":
-        return ContextTooLong(str(error), error.param)
-    if error.status in (400, 413) and error.code not in ERRORS:
-        return InvalidRequest(str(error), error.param)
-    return ERRORS.get(error.code or "", ParallmError)(str(error))

@@ -51,10 +51,8 @@ ROPE_WITHIN = ("default", "su", "longrope", "llama3")
 
 
 def load_shared_model(settings: ModelSettings) -> SharedModel:
-    """Load a model and its tokenizer for `share_model`.
-
-    Raises ModelError naming the path and the way out, AdapterError for targets that the model does not have.
-    """
+    """Load a model and its tokenizer for `share_model`. Raises as it does, and ModelError with the path and a way
+    out."""
     folder = find_folder(settings.path)
     base, config = load_base(folder, settings.path, trusted=settings.trust_remote_code)
     tokenizer = _load_tokenizer(folder, config, trusted=settings.trust_remote_code)
@@ -96,8 +94,6 @@ def share_model(
         max_context=max_positions(text_config),
         trunk_owner=owner,
         trunk_name=name,
-        joined=(),
-        groups=(),
         is_batch_invariant=can_batch(base, model_type),
     )
     try:
@@ -160,10 +156,8 @@ def _local_folder(path: str) -> Path | None:
 
 
 def load_base(folder: Path, path: str, *, trusted: bool = False) -> tuple[nn.Module, dict[str, Any]]:
-    """mlx-lm's model with arrays that are read when they are needed, and its config. Raises ModelError.
-
-    `trusted` lets the folder's own code run.
-    """
+    """mlx-lm's model, its arrays not read yet, and its config. `trusted` lets the folder's own code run. Raises
+    ModelError."""
     own_class = _checked_config(folder, path).get("model_file")  # which mlx-lm would run in place of one that it knows
     if own_class is not None and not trusted:
         raise ModelError(f"model.path={path}: {folder} {_way_out(own_class)}")

@@ -1,11 +1,10 @@
 """Logits -> log-probabilities, for engine and learner alike, so that they cannot differ; and a fast exp for x86-64.
 
-There MLX computes exp number by number: its loops are not vectorized, and each fused multiply-add of its polynomial is
-a call into the C library, 9 nanoseconds a number. Here the polynomial is plain sums and products, and the power of two
-is made of the bits of a float: 1.4 nanoseconds (AMD EPYC, 262,144 numbers), with a relative error of 1.2e-7 in place of
-9e-7. Each number gets the same bits in any array, compiled or not: engine and learner need that. It holds as x86-64 has
-no fused multiply-add that a compiler could use unasked, and is why other processors keep MLX's functions. Polynomial
-and the two parts of ln 2: expf of Cephes (https://www.netlib.org/cephes/).
+There MLX's loops are not vectorized, 9 nanoseconds a number. Here the polynomial is plain sums and products, and the
+power of two is made of the bits of a float: 1.4 nanoseconds (AMD EPYC, 262,144 numbers), with a relative error of
+1.2e-7 in place of 9e-7. Each number gets the same bits in any array, compiled or not, as x86-64 has no fused
+multiply-add that a compiler could use unasked; other processors keep MLX's functions. Polynomial and the two parts of
+ln 2: expf of Cephes (https://www.netlib.org/cephes/).
 
 Axes: N tokens, V vocabulary. All log-probs are float32, after temperature.
 """

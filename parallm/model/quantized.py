@@ -1,10 +1,8 @@
 """How the base's weights are kept: their floating type, and whether quantized ones stay packed. Called by `load.py`.
 
-MLX multiplies by packed weights on GPUs. Its product for CPUs unpacks them anew for every row: 64 rows take about 30
-times as long as unpacked weights and a BLAS do. So on a CPU weights are unpacked first, all of them once where memory
-allows it, else those of a layer for each product. Either way the same numbers are multiplied by the same function.
-
-Left out: experts that stay packed, which MLX's own product computes on a CPU, too.
+MLX's product for CPUs unpacks weights anew for every row: 64 rows take about 30 times as long as unpacked weights and a
+BLAS do. So on a CPU weights are unpacked first, all of them once where memory allows it, else those of a layer for each
+product. Experts that stay packed are left to MLX's own product.
 """
 
 import copy

@@ -47,9 +47,9 @@ class SharedModel:
     trunk_owner: nn.Module | None
     """The module whose attribute `trunk_name` maps tokens to hidden states; None: the model cannot be split."""
     trunk_name: str
-    joined: tuple[tuple[str, ...], ...]
+    joined: tuple[tuple[str, ...], ...] = ()
     """Targets that are called with the same input."""
-    groups: tuple[tuple[str, ...], ...]
+    groups: tuple[tuple[str, ...], ...] = ()
     """Targets whose outputs are computed at once, with MLX's CUDA build; see `MergedLinear`."""
     is_batch_invariant: bool
     """Whether rows of different lengths can share one forward; see `can_batch`."""

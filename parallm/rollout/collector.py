@@ -46,7 +46,6 @@ class RolloutBatch:
 
     @property
     def faults(self) -> Mapping[str, int]:
-        """Number of faults by kind."""
         return dict(sorted(Counter(fault.kind for group in self.sampled for fault in group.faulty).items()))
 
 
@@ -157,7 +156,7 @@ class Collector:
 def fault_of(scored: ScoredEpisode) -> FaultyEpisode | None:
     """Return why an episode cannot be trained on: its score's fault, or that nothing was sampled."""
     if scored.score.fault is None and not scored.episode.tokens:
-        return FaultyEpisode(kind=NO_TOKENS, detail="the engine has sampled nothing", text="", tokens=())
+        return scored.episode.faulty(NO_TOKENS, "the engine has sampled nothing")
     return scored.score.fault
 
 

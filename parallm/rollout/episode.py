@@ -5,7 +5,16 @@ from dataclasses import dataclass, field
 
 from parallm.environment.environment import EnvironmentSession
 from parallm.rollout.environment_calls import EnvironmentFault
-from parallm.types import Completion, FinishReason, GenerationRequest, Message, Problem, Trajectory, WeightSpan
+from parallm.types import (
+    Completion,
+    FaultyEpisode,
+    FinishReason,
+    GenerationRequest,
+    Message,
+    Problem,
+    Trajectory,
+    WeightSpan,
+)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -38,16 +47,20 @@ class Episode:
     def num_left(self) -> int:
         return self.request.sampling.max_tokens - len(self.tokens)
 
+    def faulty(self, kind: str, detail: str, traceback: str = "") -> FaultyEpisode:
+        """Return what is reported of the episode in place of a score."""
+        return FaultyEpisode(kind=kind, detail=detail, text=self.text, tokens=tuple(self.tokens), traceback=traceback)
+
     def append_completion(self, completion: Completion, text: str, turn: Message | None = None) -> None:
         """Append a completion with its text, as the message `turn` where that is not the plain text."""
         start = len(self.tokens)
         self.tokens += completion.tokens
         self.is_sampled += [True] * len(completion.tokens)
         self.logprobs += completion.logprobs
-        for span in completion.weight_versions:
-            self.weight_versions.append(
-                WeightSpan(version=span.version, start=start + span.start, end=start + span.end)
-            )
+        self.weight_versions += [
+            WeightSpan(version=span.version, start=start + span.start, end=start + span.end)
+            for span in completion.weight_versions
+        ]
         self.num_newest = len(completion.tokens)
         self.turns.append(turn or Message(role="assistant", content=text))
         self.text += text

@@ -4,7 +4,7 @@ Used by the trainers and by `python -m parallm.evaluate`.
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from parallm.environment.environment import AnyEnvironment, environment_of
@@ -76,11 +76,9 @@ class Evaluator:
 
     async def outcomes(self, model: str, progress: Progress) -> EvaluationOutcomes:
         """Return the scores problem by problem, for a comparison of models."""
-        greedy = SamplingParams(max_tokens=self.rollout.max_tokens, temperature=0.0)
-        num_problems = len(self.problems)
-        requests = [self._request(index, model, greedy) for index in range(num_problems)]
+        requests, num_problems = self._requests(model), len(self.problems)
         if self.samples is not None:
-            requests += [self._sample_request(index, model, self.samples) for index in range(num_problems)]
+            requests += self._requests(model, self.samples)
         groups = await self._scored(requests, progress)
         return EvaluationOutcomes(
             greedy=[completion_of(group[0], sample=None) for group in groups[:num_problems]],
@@ -138,21 +136,22 @@ class Evaluator:
         total = sum(request.n for request in requests)
         return await self.generate_all(requests, lambda done: progress(done, total))
 
-    def _sample_request(self, index: int, model: str, samples: Samples) -> GenerationRequest:
-        seed = mix(mix(samples.seed, EVALUATION), index)
-        sampling = SamplingParams(max_tokens=self.rollout.max_tokens, temperature=samples.temperature, seed=seed)
-        return self._request(index, model, sampling, count=samples.count)
-
-    def _request(self, index: int, model: str, sampling: SamplingParams, count: int = 1) -> GenerationRequest:
-        kind = "sampled" if count > 1 or sampling.temperature else "greedy"
-        return GenerationRequest(
-            request_id=f"evaluation-{model}-{kind}-{index}",
-            prompt_tokens=encode_problem(self.tokenizer, self.problems[index]),
-            sampling=sampling,
-            n=count,
-            model=model,
-            traffic="rollout",
-        )
+    def _requests(self, model: str, samples: Samples | None = None) -> list[GenerationRequest]:
+        """Return a request of each problem: greedy, or for `samples`."""
+        sampling = SamplingParams(max_tokens=self.rollout.max_tokens, temperature=0.0)
+        if samples is not None:
+            sampling = replace(sampling, temperature=samples.temperature, seed=mix(samples.seed, EVALUATION))
+        return [
+            GenerationRequest(
+                request_id=f"evaluation-{model}-{'greedy' if samples is None else 'sampled'}-{index}",
+                prompt_tokens=encode_problem(self.tokenizer, problem),
+                sampling=sampling if sampling.seed is None else replace(sampling, seed=mix(sampling.seed, index)),
+                n=1 if samples is None else samples.count,
+                model=model,
+                traffic="rollout",
+            )
+            for index, problem in enumerate(self.problems)
+        ]
 
 
 def completion_of(scored: ScoredEpisode, *, sample: int | None) -> EvaluatedCompletion:

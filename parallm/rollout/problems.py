@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from parallm.environment.environment import AnyEnvironment, Mixed
 from parallm.errors import ConfigError, ProblemError
@@ -24,19 +24,8 @@ BLOCK = 1000
 logger = logging.getLogger(__name__)
 
 
-class Stream(Protocol):
-    """An endless supply of training problems. An index always means the same problem."""
-
-    @property
-    def digest(self) -> str:
-        """Digest of the problems and of their order except for the seed: in equal streams an index means the same."""
-
-    def at(self, index: int) -> Problem:
-        """Return the problem of the `index`-th draw."""
-
-
 class ProblemStream:
-    """The problems of one environment."""
+    """An endless supply of one environment's training problems. An index always means the same problem."""
 
     def __init__(self, problems: Sequence[Problem], seed: int) -> None:
         self._problems = problems
@@ -46,9 +35,11 @@ class ProblemStream:
 
     @property
     def digest(self) -> str:
+        """Digest of the problems and of their order except for the seed: in equal streams an index means the same."""
         return _sha256(map(repr, self._problems))
 
     def at(self, index: int) -> Problem:
+        """Return the problem of the `index`-th draw."""
         epoch, offset = divmod(index, len(self._problems))
         if epoch != self._epoch:
             self._order = list(range(len(self._problems)))
@@ -63,7 +54,7 @@ class MixedStream:
     An environment with few problems starts its next epoch while others are still in their first.
     """
 
-    def __init__(self, streams: Mapping[str, Stream], plan: Sequence[str]) -> None:
+    def __init__(self, streams: Mapping[str, ProblemStream], plan: Sequence[str]) -> None:
         self._streams = streams
         self._plan = plan
 
@@ -75,6 +66,9 @@ class MixedStream:
         num_blocks, offset = divmod(index, len(self._plan))
         name = self._plan[offset]
         return self._streams[name].at(num_blocks * self._plan.count(name) + self._plan[:offset].count(name))
+
+
+Stream: TypeAlias = ProblemStream | MixedStream
 
 
 def even_plan(shares: Mapping[str, float], length: int) -> list[str]:
@@ -97,7 +91,7 @@ def make_stream(environment: AnyEnvironment, problems: Sequence[Problem], seed: 
     if not isinstance(environment, Mixed):
         return ProblemStream(problems, seed)
     plan = even_plan(environment.shares, BLOCK)
-    streams: dict[str, Stream] = {}
+    streams: dict[str, ProblemStream] = {}
     for index, name in enumerate(environment.shares):
         own_problems = [problem for problem in problems if problem.environment == name]
         if not own_problems:
@@ -226,7 +220,6 @@ class Curriculum:
         return fmean(rates) if rates else None
 
     def state(self) -> dict[str, Any]:
-        """The state for a checkpoint, as JSON."""
         rates = {key: list(rates) for key, rates in self._rates.items()}
         return {"curriculum": {"by": self._settings.by, "rates": rates}}
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from parallm.model.chat.tokenizer import ChatTokenizer
 from parallm.rollout.episode import Episode
 from parallm.rollout.scoring import MAX_REWARD, REWARD_MODEL, Score, ScoredEpisode
-from parallm.types import FaultyEpisode, ScoringRequest
+from parallm.types import ScoringRequest
 
 Rate = Callable[[Sequence[ScoringRequest]], Awaitable[list[float]]]
 """Returns the scores of all completions, in the order of the prompts and of each prompt's completions."""
@@ -51,8 +51,7 @@ class RewardModel:
         if abs(reward) <= MAX_REWARD:
             return replace(scored, score=Score(parts={**score.parts, REWARD_MODEL: value}, reward=reward))
         kind = "score_too_large" if math.isfinite(reward) else "score_not_finite"
-        detail = f"the reward model's score is {value}"
-        fault = FaultyEpisode(kind=kind, detail=detail, text=episode.text, tokens=tuple(episode.tokens))
+        fault = episode.faulty(kind, f"the reward model's score is {value}")
         return replace(scored, score=Score(parts={}, reward=math.nan, fault=fault))
 
 

@@ -179,7 +179,6 @@ class RolloutRunner:
 
 
 def close_sessions(episodes: Iterable[Episode]) -> None:
-    """Close the sessions of episodes that will not be scored."""
     for episode in episodes:
         if episode.session is not None and (fault := attempt(episode.session.close).fault) is not None:
             logger.warning("problem %s: closing an episode has failed: %s", episode.problem.problem_id, fault.detail)

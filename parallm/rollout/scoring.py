@@ -85,13 +85,8 @@ def to_score(environment: AnyEnvironment, episode: Episode, result: CallResult) 
         fault = EnvironmentFault(kind, f"the parts {parts} add up to {reward}; the limit is {MAX_REWARD:g} either way")
     if fault is None:
         return ScoredEpisode(episode=episode, score=Score(parts=parts, reward=reward))
-    faulty = FaultyEpisode(
-        kind=f"{'reply' if episode.fault else 'score'}_{fault.kind}",
-        detail=fault.detail,
-        text=episode.text,
-        tokens=tuple(episode.tokens),
-        traceback=fault.traceback,
-    )
+    kind = f"{'reply' if episode.fault else 'score'}_{fault.kind}"
+    faulty = episode.faulty(kind, fault.detail, fault.traceback)
     return ScoredEpisode(episode=episode, score=Score(parts={}, reward=math.nan, fault=faulty))
 
 

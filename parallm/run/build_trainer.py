@@ -16,8 +16,9 @@ from parallm.config.schema import RunConfig
 from parallm.errors import CheckpointError, ConfigError
 from parallm.integrations.atropos.source import AtroposSource
 from parallm.integrations.atropos.trainer_client import Registration
+from parallm.learner.datasets import Dataset
 from parallm.learner.learner import Learner
-from parallm.learner.loss.presets import resolve_objective
+from parallm.learner.loss.objective import resolve_objective
 from parallm.model.adapters.adapter import Adapter
 from parallm.rollout.collector import Collector
 from parallm.rollout.evaluation import Evaluator
@@ -35,9 +36,9 @@ from parallm.trainer.evaluators import evaluation_samples
 from parallm.trainer.given_update import GivenUpdates
 from parallm.trainer.live_trainer import ClientTrainer, LiveTrainer
 from parallm.trainer.loop import Loop
-from parallm.trainer.reward_training import open_reward_model, reward_model_context, tokenize_pairs
+from parallm.trainer.reward_training import open_reward_model, reward_model_context
 from parallm.trainer.saving import fingerprint_of, restore, write_adapter
-from parallm.trainer.supervised_trainer import SupervisedTrainer, add_held_out_loss, tokenize_demonstrations
+from parallm.trainer.supervised_trainer import SupervisedTrainer, add_held_out_loss, supervised_data, tokenize
 from parallm.trainer.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -58,8 +59,8 @@ async def build_policy_run(
     live: LiveSource | None = None
     atropos: AtroposSource | None = None
     trainer: Loop
-    if data.pairs is not None or data.demonstrations is not None:
-        context, trainer = await _supervised(context, config, runtime, data)
+    if data.given is not None:
+        context, trainer = await _supervised(context, config, runtime, data.given)
     elif rollout.source == "live":
         min_reward = 0.0 if resolve_objective(config.learner).advantage == "max_rl" else -MAX_REWARD
         live = LiveSource(rollout, spec.folder / TRAJECTORIES, min_reward=min_reward)
@@ -79,7 +80,7 @@ async def build_policy_run(
         scores = environment_scoring_functions(config.environment.name, data.environment)
         live.connect(partial(runtime.model.tokenizer.decode, special=True), scores)
     given_updates = None
-    if data.pairs is None and data.demonstrations is None:
+    if data.given is None:
         given_updates = GivenUpdates(
             trainer,
             context,
@@ -175,23 +176,20 @@ async def _trainer_context(
 
 
 async def _supervised(
-    context: TrainerContext, config: RunConfig, runtime: Runtime, data: TrainingData
+    context: TrainerContext, config: RunConfig, runtime: Runtime, given: Dataset
 ) -> tuple[TrainerContext, Loop]:
     """Return the trainer of demonstrations or pairs, and the context that it uses."""
-    per_step = config.rollout.problems_per_step
-    if data.pairs is not None:
-        make = partial(reward_model_context, context, data.pairs, config.learner, config.trainer, start=runtime.start)
-        make = partial(make, model=runtime.model, streams=runtime.streams, seed=config.seed)
-        context = await on_device(runtime.device, make)
-        given = tokenize_pairs(data.pairs.train, runtime.model, per_step=per_step, seed=config.seed)
+    held_out = tokenize(given.held_out[: config.trainer.evaluate_problems], runtime.model)
+    if kind_of(config) == "reward_model":
+        make = partial(reward_model_context, context, held_out, config.learner, start=runtime.start)
+        make = partial(make, model=runtime.model, streams=runtime.streams)
+        context = await on_device(runtime.device, partial(make, total_steps=config.trainer.steps, seed=config.seed))
     else:
-        assert data.demonstrations is not None, "a supervised run has pairs or demonstrations"
-        held_out = data.demonstrations.held_out[: config.trainer.evaluate_problems]
-        context = add_held_out_loss(context, held_out, runtime.model)
-        train = data.demonstrations.train
-        given = tokenize_demonstrations(train, runtime.model, per_step=per_step, seed=config.seed)
-    context = _drawing_from(context, given.stream)
-    return context, SupervisedTrainer(context, given, config.trainer)
+        context = add_held_out_loss(context, held_out)
+    groups = tokenize(given.train, runtime.model)
+    data = supervised_data(groups, per_step=config.rollout.problems_per_step, seed=config.seed)
+    context = _drawing_from(context, data.stream)
+    return context, SupervisedTrainer(context, data, config.trainer)
 
 
 def _drawing_from(context: TrainerContext, stream: Stream) -> TrainerContext:

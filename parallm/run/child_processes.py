@@ -9,7 +9,7 @@ from parallm.errors import ConfigError
 from parallm.integrations.atropos.intake import Rescorer
 from parallm.integrations.atropos.launcher import LaunchContext, Launcher
 from parallm.integrations.atropos.scored_group import Limits
-from parallm.integrations.atropos.trainer_client import Sizes, TrajectoryApi
+from parallm.integrations.atropos.trainer_client import TrajectoryApi
 from parallm.model.adapters.names import of_alias
 from parallm.model.load import find_folder
 from parallm.run.policy_runs import PolicyRun
@@ -29,7 +29,7 @@ async def start_atropos(run: PolicyRun, runtime: Runtime, url: str | None, proce
     context = _launch_context(run, url or "")
     api = TrajectoryApi(settings)
     processes.push_async_callback(api.close)
-    launcher = Launcher(settings.start, context, run.spec.folder.absolute(), api=api, facts=run.atropos.facts)
+    launcher = Launcher(context, run.spec.folder.absolute(), api=api, facts=run.atropos.facts)
     processes.push_async_callback(launcher.close)
     run.atropos.explain = launcher.explain
     await launcher.start()
@@ -56,14 +56,9 @@ def _launch_context(run: PolicyRun, url: str) -> LaunchContext:
             "unset and server.enabled=true"
         )
     return LaunchContext(
-        api=rollout.atropos.url.rstrip("/"),
+        rollout=rollout,
         server=url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:"),
         recipes=str(shipped("recipes")),
         tokenizer=str(find_folder(config.model.path)),
         model=run.name,
-        sizes=Sizes(
-            batch_size=rollout.problems_per_step * rollout.group_size, max_token_len=rollout.atropos.max_token_len
-        ),
-        group_size=rollout.group_size,
-        max_tokens=rollout.max_tokens,
     )

@@ -4,8 +4,7 @@ from dataclasses import dataclass
 
 from parallm.config.run_kinds import plays_environment
 from parallm.config.schema import RunConfig
-from parallm.environment.arithmetic import Arithmetic
-from parallm.environment.calculator import Calculator
+from parallm.environment.arithmetic import Arithmetic, Calculator
 from parallm.environment.custom import make_custom
 from parallm.environment.environment import AnyEnvironment, Mixed
 from parallm.environment.gsm8k import Gsm8k
@@ -19,11 +18,9 @@ from parallm.environment.settings import (
     VerifiersSettings,
 )
 from parallm.integrations.verifiers.environment import load_verifiers
-from parallm.learner.datasets import Dataset, read_demonstrations
-from parallm.learner.reward_model.pairs import Pairs, read_pairs
+from parallm.learner.datasets import Dataset, read_dataset
 from parallm.rollout.problems import ProblemSplits, load_problems
 from parallm.trainer.reward_training import find_reward_model
-from parallm.types import Problem
 
 
 def build_environment(settings: EnvironmentSettings) -> AnyEnvironment:
@@ -51,16 +48,13 @@ def build_environment(settings: EnvironmentSettings) -> AnyEnvironment:
 class TrainingData:
     environment: AnyEnvironment
     splits: ProblemSplits
-    demonstrations: Dataset[Problem] | None
-    """Demonstrations of a supervised run."""
-    pairs: Pairs | None
-    """Pairs of a run that trains a reward model."""
+    given: Dataset | None
+    """Demonstrations of a supervised run, or pairs of one that trains a reward model."""
 
     @property
     def has_held_out(self) -> bool:
         """Whether there is something to evaluate on."""
-        held_out = [data.held_out for data in (self.pairs, self.demonstrations) if data is not None]
-        return any(held_out) or (self.pairs is None and bool(self.splits.test))
+        return bool(self.splits.test) or (self.given is not None and bool(self.given.held_out))
 
 
 def read_training_data(config: RunConfig, environment: AnyEnvironment | None = None) -> TrainingData:
@@ -70,9 +64,8 @@ def read_training_data(config: RunConfig, environment: AnyEnvironment | None = N
     """
     find_reward_model(config.rollout.reward_model)
     num_held_out = config.trainer.evaluate_problems
-    demonstrations = read_demonstrations(config.learner, holds_out=num_held_out > 0)
-    pairs = read_pairs(config.learner, holds_out=num_held_out > 0)
+    given = read_dataset(config.learner, holds_out=num_held_out > 0)
     environment = build_environment(config.environment) if environment is None else environment
     num_played = num_held_out if plays_environment(config) else 0
     splits = load_problems(environment, num_played)  # last, since it may download
-    return TrainingData(environment=environment, splits=splits, demonstrations=demonstrations, pairs=pairs)
+    return TrainingData(environment=environment, splits=splits, given=given)

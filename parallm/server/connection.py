@@ -16,7 +16,7 @@ from starlette.types import Receive
 
 from parallm.errors import InvalidRequest
 from parallm.server.failures import BodyTooLarge, BodyTooSlow, DeadlineExceeded, Draining, Failure
-from parallm.server.operation.request_context import RequestContext, current_request
+from parallm.server.operation.request_context import current_request
 from parallm.server.request_limits import SECONDS_ON_LOOP, SECONDS_PER_BYTE, BodyBudget, WorkerPool
 from parallm.server.schemas import Wire, parse_body
 from parallm.server.settings import ServerSettings
@@ -131,7 +131,9 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -
         if context.is_given_up:  # between the first event of a stream and its response
             watching.cancel()
     try:
-        await asyncio.wait((working, watching), timeout=_seconds_left(context), return_when=asyncio.FIRST_COMPLETED)
+        deadline = None if context is None else context.deadline
+        seconds = None if deadline is None else max(0.0, deadline - asyncio.get_running_loop().time())
+        await asyncio.wait((working, watching), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             return working.result()
         if watching.cancelled():
@@ -146,12 +148,6 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -
         working.cancel()
         watching.cancel()
         await asyncio.gather(working, watching, return_exceptions=True)
-
-
-def _seconds_left(context: RequestContext | None) -> float | None:
-    if context is None or context.deadline is None:
-        return None
-    return max(0.0, context.deadline - asyncio.get_running_loop().time())
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:

@@ -17,7 +17,7 @@ from parallm.server.catalog import answered_by
 from parallm.server.interfaces import EngineClient
 from parallm.server.operation.request_context import current_request
 from parallm.server.operation.request_metrics import RequestMetrics
-from parallm.server.operation.tracing import FinishedRequest, Traces
+from parallm.server.operation.tracing import Traces
 from parallm.server.settings import ServerSettings
 from parallm.types import AdapterCard, Completion, GenerationRequest, TokenEvent
 
@@ -54,8 +54,8 @@ class EngineGateway:
         self._coalescer = StreamCoalescer(settings.coalesce_ms)
         self._open = asyncio.Event()
         self._open.set()
-        self._empty = asyncio.Event()
-        self._empty.set()
+        self._settled = asyncio.Event()
+        """Set when no request runs, and at the end of a pause."""
         self._running: dict[str, str | None] = {}  # request id -> name of its key
         self._held: dict[str, _HeldRequest] = {}
 
@@ -123,11 +123,14 @@ class EngineGateway:
         if mode == "abort":
             await self._engine.cancel(tuple(self._running))
         await self._engine.resume()  # frozen requests could not come to their ends
-        await _first_of(self._empty, self._open)
+        if self._running and self.is_paused:
+            self._settled.clear()
+            await self._settled.wait()
 
     async def resume(self) -> None:
         await self._engine.resume()
         self._open.set()
+        self._settled.set()
         for held in self._held.values():
             held.end(is_admitted=True)
 
@@ -169,13 +172,12 @@ class EngineGateway:
     @contextmanager
     def _in_flight(self, request: GenerationRequest) -> Iterator[None]:
         self._running[request.request_id] = _api_key()
-        self._empty.clear()
         try:
             yield
         finally:
             del self._running[request.request_id]
             if not self._running:
-                self._empty.set()
+                self._settled.set()
 
     @contextmanager
     def _timed(self, request: GenerationRequest) -> "Iterator[RequestTimer]":
@@ -194,7 +196,7 @@ class EngineGateway:
             error = sys.exception()
             timer.end()
             if self._traces is not None:
-                self._traces.record(timer.summary(self._catalog(), _name(error)))
+                timer.trace(self._traces, self._catalog(), _name(error))
 
     def _notify(self, request: GenerationRequest, completions: Sequence[Completion]) -> None:
         for listener in self._listeners:
@@ -295,18 +297,16 @@ class RequestTimer:
         if self.num_unfinished:
             self._metrics.finished["abort"].inc(self.num_unfinished)
 
-    def summary(self, cards: Sequence[AdapterCard], error: str | None) -> FinishedRequest:
-        """Return the whole request, for its span."""
+    def trace(self, traces: Traces, cards: Sequence[AdapterCard], error: str | None) -> None:
+        """Record the whole request as a span."""
         completions = self._completions
-        return FinishedRequest(
-            request=self._request,
-            context=self._context,
+        traces.record(
+            self._request,
+            self._context,
             began=self._began,
             first_token=min(self._first.values(), default=None),
-            ended=time.perf_counter(),
-            finish_reasons=[completion.finish_reason for completion in completions],
+            completions=completions,
             num_tokens=self._num_tokens,
-            num_cached_tokens=max((completion.num_cached_prompt_tokens for completion in completions), default=0),
             model=answered_by(self._request.model, completions[0], cards) if completions else None,
             error=error,
         )
@@ -339,15 +339,6 @@ def names_request(request_id: str, name: str) -> bool:
 def _api_key() -> str | None:
     context = current_request.get()
     return None if context is None else context.api_key
-
-
-async def _first_of(*events: asyncio.Event) -> None:
-    tasks = [asyncio.create_task(event.wait()) for event in events]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
 
 
 def _name(error: BaseException | None) -> str | None:

@@ -53,7 +53,7 @@ class UnknownRequest(ParallmError):
 class Draining(ParallmError):
     """The server ends and takes no new requests; another one may be there after `seconds`."""
 
-    def __init__(self, message: str, seconds: int) -> None:
+    def __init__(self, message: str, seconds: int = 1) -> None:
         super().__init__(message)
         self.seconds = seconds
 
@@ -104,6 +104,7 @@ _FAILURES: Mapping[type[Exception], Failure] = {
     NotStored: Failure(507, "not_stored", "server_error"),
 }
 """Failures by class of the error, without their messages; the nearest base class counts."""
+_CLASSES = {failure.code: error for error, failure in _FAILURES.items()}
 
 
 def failure_of(error: Exception) -> Failure:
@@ -117,3 +118,9 @@ def failure_of(error: Exception) -> Failure:
     if isinstance(error, Draining):
         known = replace(known, headers={"Retry-After": str(error.seconds), **known.headers})
     return replace(known, message=str(error))
+
+
+def error_of(status: int, code: str | None, message: str, param: str | None) -> Exception:
+    """Return the error of a failure that this process has answered itself with; the inverse of `failure_of`."""
+    kind = _CLASSES.get(code, InvalidRequest if status in (400, 413) else ParallmError)
+    return kind(message, param) if issubclass(kind, InvalidRequest) else kind(message)

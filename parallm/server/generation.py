@@ -25,7 +25,14 @@ from parallm.server.control.trajectory_recorder import TrajectoryRecorder, recor
 from parallm.server.engine_gateway import EngineGateway
 from parallm.server.failures import DeadlineExceeded, Draining, failure_of
 from parallm.server.interfaces import Tokenizer
-from parallm.server.openai.completion_schemas import Answer, GenerationBody, PromptTokensDetails, Usage, WeightVersions
+from parallm.server.openai.completion_schemas import (
+    Answer,
+    GenerationBody,
+    PromptTokensDetails,
+    StreamOptions,
+    Usage,
+    WeightVersions,
+)
 from parallm.server.request_limits import SECONDS_PER_LOGPROB
 from parallm.server.service import Service
 from parallm.types import Completion, GenerationRequest, TokenEvent
@@ -60,13 +67,8 @@ class ResponseContext:
         return "token_id:{}".format if self.body.return_tokens_as_token_ids else self.tokenizer.token_text
 
     @property
-    def usage_chunk(self) -> bool:
-        return self.body.stream_options is not None and self.body.stream_options.include_usage
-
-    @property
-    def usage_in_chunks(self) -> bool:
-        """Each chunk holds the number of tokens so far, of all choices together."""
-        return self.body.stream_options is not None and self.body.stream_options.continuous_usage_stats
+    def stream_options(self) -> StreamOptions:
+        return self.body.stream_options or StreamOptions()
 
     def choice_index(self, prompt: int, index: int) -> int:
         """Return the number of a choice: all choices of the first prompt come before those of the second."""
@@ -220,7 +222,7 @@ class ChunkStream:
                 if event.completion is not None:
                     await _written(context)
                 yield encode_events(chunks)
-        if context.usage_chunk:
+        if context.stream_options.include_usage:
             yield encode_events([builder.usage_chunk(model, context.whole_usage(self._ended))])
         yield DONE
 
@@ -237,7 +239,7 @@ class ChunkStream:
         return [self._with_usage(chunk) for chunk in chunks]
 
     def _with_usage(self, chunk: BaseModel) -> BaseModel:
-        if not self._context.usage_in_chunks:
+        if not self._context.stream_options.continuous_usage_stats:
             return chunk
         return chunk.model_copy(update={"usage": self._context.usage(self._num_tokens)})
 
@@ -373,9 +375,7 @@ async def merged(streams: Sequence[AsyncGenerator[Item, None]]) -> AsyncGenerato
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _pump(
-    number: int, stream: AsyncGenerator[Item, None], queue: "asyncio.Queue[tuple[int, Item] | int]"
-) -> None:
+async def _pump(number: int, stream: AsyncGenerator[Item, None], queue: asyncio.Queue[tuple[int, Item] | int]) -> None:
     """Move the items of one stream into `queue`, and at its end, well or not, its number."""
     try:
         async with aclosing(stream):

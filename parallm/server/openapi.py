@@ -28,7 +28,7 @@ from parallm.server.openai.completion_schemas import CompletionAnswer, Completio
 from parallm.server.openai.responses_schemas import ResponseAnswer, ResponseBody
 from parallm.server.openai.routes import ModelEntry, ModelList
 from parallm.server.operation.auth import ROLES, Role
-from parallm.server.schemas import ErrorAnswer
+from parallm.server.schemas import Done, ErrorAnswer
 
 DESCRIPTION = """A language model that is served while it learns. Fields are honoured or refused by name, never ignored.
 Every error has the form of `ErrorAnswer`; `/generate` has those of the dialect that asks.
@@ -180,10 +180,10 @@ _DOCUMENTS: Mapping[str, Row] = {
     "POST /update_adapter_weights": Row(
         (), (adapters.AdapterEntry,), parameters=({**NAME, "required": True},), body_type="application/octet-stream"
     ),
-    "DELETE /v1/adapters/{model}, DELETE /v1/adapters/{name}/aliases/{alias}": Row((), (adapters.Done,)),
+    "DELETE /v1/adapters/{model}, DELETE /v1/adapters/{name}/aliases/{alias}": Row((), (Done,)),
     "POST /v1/adapters/promote": Row((adapters.PromoteBody,), (adapters.NameMeans,), VERSION),
     "POST /v1/adapters/rollback": Row((adapters.RollBackBody,), (adapters.NameMeans,), {"name": "poet"}),
-    "POST /v1/adapters/aliases": Row((adapters.AliasBody,), (adapters.Done,), VERSION | {"alias": "liked"}),
+    "POST /v1/adapters/aliases": Row((adapters.AliasBody,), (Done,), VERSION | {"alias": "liked"}),
     "POST /v1/load_lora_adapter": Row((adapters.LoadBody,), (), FOLDER, media_type="text/plain"),
     "POST /v1/unload_lora_adapter": Row((adapters.UnloadBody,), (), {"name": "poet"}, media_type="text/plain"),
     "POST /load_lora_adapter, POST /skyrl/v1/load_lora_adapter": Row(
@@ -200,7 +200,7 @@ _DOCUMENTS: Mapping[str, Row] = {
     "GET /v1/splits": Row((), (splits.SplitList,)),
     "GET /v1/shares": Row((), (engine.SharesAnswer,), errors=(409,)),
     "PUT /v1/shares": Row((engine.SharesBody,), (engine.SharesAnswer,), {"serving_share": 0.9}, errors=(409,)),
-    "POST /v1/rewards": Row((splits.RewardBody,), (splits.RewardAnswer,), {"id": "cmpl-1f", "reward": 1.0}),
+    "POST /v1/rewards": Row((splits.RewardBody,), (Done,), {"id": "cmpl-1f", "reward": 1.0}),
     "POST /v1/rewards/score": Row(
         (scores.ScoreBody,),
         (scores.ScoreAnswer,),
@@ -258,7 +258,7 @@ _DOCUMENTS: Mapping[str, Row] = {
     "GET /get_world_size, GET /get_world_size/": Row((), (identity.WorldSize,)),
     "GET /weight_info, GET /get_weight_version": Row((), (identity.WeightVersion,)),
     "GET /model_info, GET /get_model_info": Row((), (identity.ModelInfo,)),
-    "GET /health_generate": Row((), (identity.Alive,)),
+    "GET /health_generate": Row((), (Done,)),
     ", ".join(f"POST {path}" for path in identity.ABSENT_PATHS): Row(),
 }
 DOCUMENTS = {row: document for rows, document in _DOCUMENTS.items() for row in rows.split(", ")}

@@ -10,7 +10,6 @@ import contextvars
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
@@ -98,16 +97,15 @@ class WorkerPool:
             turn.release()
             raise
         work = self._threads.submit(contextvars.copy_context().run, function)
-        work.add_done_callback(partial(self._end, asyncio.get_running_loop(), turn))
+        loop = asyncio.get_running_loop()
+
+        def end(_: Future[Any]) -> None:
+            with suppress(RuntimeError):  # the event loop has ended, and nothing waits
+                loop.call_soon_threadsafe(self._free.release)
+                loop.call_soon_threadsafe(turn.release)
+
+        work.add_done_callback(end)
         return await asyncio.wait_for(asyncio.wrap_future(work), max_seconds)
-
-    def _end(self, loop: asyncio.AbstractEventLoop, turn: asyncio.Lock, _: Future[Any]) -> None:
-        def release() -> None:
-            self._free.release()
-            turn.release()
-
-        with suppress(RuntimeError):  # the event loop has ended, and nothing waits
-            loop.call_soon_threadsafe(release)
 
 
 def check_text(text: str, name: str, tokenizer: Tokenizer, max_context: int) -> None:

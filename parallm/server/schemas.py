@@ -7,7 +7,7 @@ field with a default is left out unless it was set.
 import json
 from collections.abc import Mapping
 from difflib import get_close_matches
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
 from pydantic_core import ErrorDetails, from_json
@@ -43,6 +43,10 @@ def text_parts(value: object, kind: str = "text") -> object:
     if not isinstance(value, str | list):
         raise ValueError("should be a string or a list of text parts")
     return [{"type": kind, "text": value}] if isinstance(value, str) else value
+
+
+class Done(Wire):
+    status: Literal["ok"]
 
 
 class ErrorDetail(Wire):
@@ -140,15 +144,6 @@ def checked(value: Mapping[str, Any], schema: type[Body], neutral: Mapping[str, 
 
     `neutral` are fields that the schema lacks, with the values that ask for nothing.
     """
-    try:
-        return schema.model_validate(_fields_of(value, schema, neutral))
-    except ValidationError as error:
-        raise _invalid(error.errors(include_url=False, include_context=False)[0]) from error
-
-
-def _fields_of(
-    value: Mapping[str, Any], schema: type[Body], neutral: Mapping[str, tuple[object, ...]]
-) -> dict[str, Any]:
     fields = {}
     for name, item in value.items():
         field = schema.model_fields.get(name)
@@ -156,7 +151,10 @@ def _fields_of(
             _check_neutral(name, item, neutral, schema)
         elif item is not None or field.is_required():
             fields[name] = item
-    return fields
+    try:
+        return schema.model_validate(fields)
+    except ValidationError as error:
+        raise _invalid(error.errors(include_url=False, include_context=False)[0]) from error
 
 
 def _check_neutral(name: str, value: object, neutral: Mapping[str, tuple[object, ...]], schema: type[Wire]) -> None:

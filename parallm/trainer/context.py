@@ -7,7 +7,7 @@ from parallm.checkpoint.state import Fingerprint, RunFacts
 from parallm.device.thread import DeviceThread
 from parallm.engine.async_engine import AsyncEngine
 from parallm.learner.learner import Learner
-from parallm.learner.reward_model.reward_learner import RewardLearner
+from parallm.learner.reward_model import RewardLearner
 from parallm.metrics.display import Display
 from parallm.metrics.record import RunRecorder
 from parallm.model.adapters.table import AdapterTable

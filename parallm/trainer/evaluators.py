@@ -9,8 +9,7 @@ import numpy as np
 from parallm.device.thread import DeviceThread
 from parallm.learner.learner import Learner
 from parallm.learner.passes.scoring import TokenLoss
-from parallm.learner.reward_model.pairs import to_scoring_request
-from parallm.learner.reward_model.reward_learner import RewardLearner
+from parallm.learner.reward_model import RewardLearner, to_scoring_request
 from parallm.reports import Evaluation, EvaluationReport
 from parallm.rollout.confidence_intervals import mean_estimate, share_estimate
 from parallm.rollout.evaluation import Evaluator, Progress, Samples

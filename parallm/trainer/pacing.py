@@ -4,14 +4,16 @@ Used on the asyncio thread only.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from parallm.errors import ParallmError, Unavailable
+from parallm.errors import Unavailable
 
 Result = TypeVar("Result")
+What = TypeVar("What")
+Work = Callable[[], Awaitable[Any]]
 
 MAX_REQUESTS = 16
 """Requests that may wait for the end of a step; each holds a request body."""
@@ -28,8 +30,7 @@ class Pacing:
         self._num_begun = 0
         self._num_finished = 0
         self._changed = asyncio.Event()
-        self._saves: list[asyncio.Future[Path]] = []
-        self._requests: list[tuple[Callable[[], Awaitable[Any]], asyncio.Future[Any]]] = []
+        self._requests: list[tuple[Work, asyncio.Future[Any]]] = []
         self._steps: list[tuple[int, asyncio.Future[None]]] = []  # number of finished steps awaited
         self._has_ended = False
         self._is_waiting = False  # between two steps
@@ -60,26 +61,26 @@ class Pacing:
         self._check()
         if self._allowed is not None:
             self._allowed += 1
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._steps.append((self._num_begun + self._allowed if self._allowed else self._num_finished + 1, future))
-        self.wake()
-        await future
+        number = self._num_begun + self._allowed if self._allowed else self._num_finished + 1
+        await self._queue(self._steps, number)
 
     async def checkpoint(self) -> Path:
         """Save after the present step. Returns the checkpoint's folder. Raises Unavailable, CheckpointError."""
         self._check()
-        future: asyncio.Future[Path] = asyncio.get_running_loop().create_future()
-        self._saves.append(future)
-        self.wake()
-        return await future
+        folder: Path = await self._queue(self._requests, self._save)
+        return folder
 
     async def between_steps(self, work: Callable[[], Awaitable[Result]]) -> Result:
         """Run `work` after the present step and return its result. Raises Unavailable, also if too many wait."""
         self._check()
-        if len(self._requests) >= MAX_REQUESTS:
+        if sum(waiting != self._save for waiting, _ in self._requests) >= MAX_REQUESTS:
             raise Unavailable(f"{MAX_REQUESTS} updates wait for the end of the present step already; try again later")
-        future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
-        self._requests.append((work, future))
+        result: Result = await self._queue(self._requests, work)
+        return result
+
+    async def _queue(self, waiting: list[tuple[What, asyncio.Future[Any]]], what: What) -> Any:
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        waiting.append((what, future))
         self.wake()
         return await future
 
@@ -112,9 +113,9 @@ class Pacing:
     def end(self) -> None:
         """Fail all waiting requests: no further step will come."""
         self._has_ended = True
-        for future in (*self._saves, *(future for _, future in (*self._steps, *self._requests))):
-            _reject(future, _ended())
-        self._saves, self._steps, self._requests = [], [], []
+        for _, future in (*self._steps, *self._requests):
+            _settle(future, error=_ended())
+        self._steps, self._requests = [], []
 
     def _check(self) -> None:
         if self._has_ended:
@@ -123,49 +124,41 @@ class Pacing:
     def _complete_steps(self) -> None:
         for number, future in self._steps:
             if number <= self._num_finished:
-                _resolve(future, None)
+                _settle(future)
         self._steps = [(number, future) for number, future in self._steps if not future.done()]
 
     async def _run_requests(self) -> None:
-        """Run all requested work in order, then save once for all save requests."""
+        """Run all requested work in order, then save once for all who asked."""
         while self._requests:
-            work, future = self._requests.pop(0)
-            if not future.done():
-                await _run(work, future)
-        await self._save_for_all()
-
-    async def _save_for_all(self) -> None:
-        while waiting := [future for future in self._saves if not future.done()]:
-            self._saves = []
-            try:
-                folder = await self._save()
-            except ParallmError as error:
-                for future in waiting:
-                    _reject(future, error)
-            else:
-                for future in waiting:
-                    _resolve(future, folder)
-        self._saves = []
+            work = next((work for work, _ in self._requests if work != self._save), self._save)
+            futures = [future for other, future in self._requests if other == work]
+            self._requests = [request for request in self._requests if request[0] != work]
+            if not all(future.done() for future in futures):
+                await _run(work, futures)
 
 
-async def _run(work: Callable[[], Awaitable[Any]], future: asyncio.Future[Any]) -> None:
+async def _run(work: Work, futures: Sequence[asyncio.Future[Any]]) -> None:
+    result: object = None
+    error: Exception | None = None
     try:
-        _resolve(future, await work())
+        result = await work()
     except asyncio.CancelledError:
-        _reject(future, _ended())
+        error = _ended()
         raise
-    except Exception as error:  # noqa: BLE001  belongs to the caller, not to the run
-        _reject(future, error)
+    except Exception as failure:  # noqa: BLE001  belongs to the caller, not to the run
+        error = failure
+    finally:
+        for future in futures:
+            _settle(future, result, error)
 
 
-def _resolve(future: asyncio.Future[Any], result: object) -> None:
-    if not future.done():
-        future.set_result(result)
-
-
-def _reject(future: asyncio.Future[Any], error: Exception) -> None:
-    if not future.done():
+def _settle(future: asyncio.Future[Any], result: object = None, error: Exception | None = None) -> None:
+    if future.done():
+        return  # its caller has left
+    if error is not None:
         future.set_exception(error)
+    else:
+        future.set_result(result)
 
 
 def _ended() -> Unavailable:

@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import Any
 
 from parallm.checkpoint.state import TrainingState
-from parallm.learner.datasets import to_group
+from parallm.learner.datasets import Example, to_group
 from parallm.learner.learner import Learner
 from parallm.model.shared_model import SharedModel
 from parallm.rollout.collector import RolloutBatch
@@ -19,7 +19,7 @@ from parallm.trainer.guard import Verdict
 from parallm.trainer.loop import Loop
 from parallm.trainer.settings import TrainerSettings
 from parallm.trainer.step_metrics import step_metrics
-from parallm.types import Problem, TrajectoryGroup
+from parallm.types import TrajectoryGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,28 +36,26 @@ class SupervisedData:
         return [self.groups[self.stream.at(index).problem_id] for index in range(cursor, cursor + self.per_step)]
 
 
-def tokenize_demonstrations(
-    problems: Sequence[Problem], model: SharedModel, *, per_step: int, seed: int
-) -> SupervisedData:
-    """Tokenized demonstrations. Raises ProblemError for one that is too long for the model."""
-    groups = {problem.problem_id: to_group(problem, model.tokenizer, model.max_context) for problem in problems}
-    return SupervisedData(groups=groups, stream=ProblemStream(problems, seed), per_step=per_step)
+def tokenize(examples: Sequence[Example], model: SharedModel) -> list[TrajectoryGroup]:
+    """Raises ProblemError for an example that cannot be used."""
+    return [to_group(example, model.tokenizer, model.max_context) for example in examples]
 
 
-def add_held_out_loss(context: TrainerContext, problems: Sequence[Problem], model: SharedModel) -> TrainerContext:
-    """`context` whose evaluations also score these demonstrations.
+def supervised_data(groups: Sequence[TrajectoryGroup], *, per_step: int, seed: int) -> SupervisedData:
+    stream = ProblemStream([group.problem for group in groups], seed)
+    return SupervisedData(
+        groups={group.problem.problem_id: group for group in groups}, stream=stream, per_step=per_step
+    )
 
-    Raises ProblemError for one that is too long for the model.
-    """
-    if not problems:
+
+def add_held_out_loss(context: TrainerContext, held_out: Sequence[TrajectoryGroup]) -> TrainerContext:
+    """`context` whose evaluations also score these demonstrations."""
+    if not held_out:
         return context
     assert isinstance(context.learner, Learner), "reward models have pairs"
     assert context.evaluator is None or isinstance(context.evaluator, Evaluator), "an environment's evaluator"
     evaluator = DemonstrationEvaluator(
-        device=context.device,
-        learner=context.learner,
-        demonstrations=[to_group(problem, model.tokenizer, model.max_context) for problem in problems],
-        environment=context.evaluator,
+        device=context.device, learner=context.learner, demonstrations=held_out, environment=context.evaluator
     )
     return replace(context, evaluator=evaluator)
 

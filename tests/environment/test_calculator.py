@@ -1,6 +1,6 @@
 import pytest
 
-from parallm.environment.calculator import Calculator, result_after
+from parallm.environment.arithmetic import Calculator, result_after
 from parallm.environment.settings import ArithmeticSettings, CalculatorSettings
 from parallm.types import Message, Problem
 

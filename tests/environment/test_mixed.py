@@ -1,6 +1,6 @@
 from collections.abc import Mapping, Sequence
 
-from parallm.environment.calculator import Calculator
+from parallm.environment.arithmetic import Calculator
 from parallm.environment.environment import Ask, Mixed, connect, environment_of
 from parallm.environment.settings import ArithmeticSettings, CalculatorSettings, MixedPart, MixedSettings
 from parallm.rollout.episode import Episode

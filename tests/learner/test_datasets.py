@@ -11,14 +11,14 @@ import pytest
 
 from parallm.device.streams import DeviceStreams
 from parallm.errors import ConfigError, ProblemError
-from parallm.learner.datasets import Dataset, read_demonstrations, to_group
+from parallm.learner.datasets import Dataset, Example, read_dataset, to_group
 from parallm.learner.learner import Learner
 from parallm.learner.settings import LearnerSettings
 from parallm.model.adapters.adapter import make_adapter
 from parallm.model.adapters.initial import initial_arrays
 from parallm.model.shared_model import SharedModel
 from parallm.reports import UpdateReport
-from parallm.types import Message, Problem
+from parallm.types import Message
 
 QUESTION = (Message(role="user", content="Tom has 3 pens and gets 4 more. How many pens does Tom have now?"),)
 ANSWER = "3 + 4 = 7\n#### 7"
@@ -29,27 +29,31 @@ def write_lines(path: Path, *rows: Mapping[str, Any] | str) -> Path:
     return path
 
 
-def read(path: Path, **settings: Any) -> list[Problem]:
+def example(name: str, text: str) -> Example:
+    return Example(example_id=name, messages=QUESTION, completions=(text,), rewards=(1.0,))
+
+
+def read(path: Path, **settings: Any) -> list[Example]:
     """All of them, for training."""
     return list(split(path, holds_out=False, **settings).train)
 
 
-def split(path: Path, *, holds_out: bool = True, **settings: Any) -> Dataset[Problem]:
-    found = read_demonstrations(LearnerSettings(preset="sft", data=str(path), **settings), holds_out=holds_out)
+def split(path: Path, *, holds_out: bool = True, **settings: Any) -> Dataset:
+    found = read_dataset(LearnerSettings(preset="sft", data=str(path), **settings), holds_out=holds_out)
     assert found is not None
     return found
 
 
 def test_a_prompt_is_what_the_user_says(tmp_path: Path) -> None:
     (one,) = read(write_lines(tmp_path / "data.jsonl", {"prompt": "1 + 1?", "completion": "2"}))
-    assert one.problem_id == "learner.data: line 1"
-    assert (one.messages, one.answer) == ((Message(role="user", content="1 + 1?"),), "2")
+    assert one.example_id == "learner.data: line 1"
+    assert (one.messages, one.completions) == ((Message(role="user", content="1 + 1?"),), ("2",))
 
 
 def test_messages_are_taken_as_they_are(tmp_path: Path) -> None:
     turns = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "1 + 1?"}]
     (one,) = read(write_lines(tmp_path / "data.jsonl", "", {"messages": turns, "completion": "2"}))
-    assert one.problem_id == "learner.data: line 2"
+    assert one.example_id == "learner.data: line 2"
     assert [message.role for message in one.messages] == ["system", "user"]
 
 
@@ -63,8 +67,8 @@ def test_of_a_run_the_samples_count_that_were_rewarded_and_ended_by_themselves(t
         sample | {"reward": None},
     )
     first, second = (f"learner.data: line {number}" for number in (1, 2))
-    assert [one.problem_id for one in read(tmp_path)] == [first]
-    assert [one.problem_id for one in read(tmp_path, data_reward_min=0.5)] == [first, second]
+    assert [one.example_id for one in read(tmp_path)] == [first]
+    assert [one.example_id for one in read(tmp_path, data_reward_min=0.5)] == [first, second]
 
 
 def test_a_run_without_accepted_samples_says_which_reward_was_the_largest(tmp_path: Path) -> None:
@@ -103,14 +107,14 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 def test_learner_and_data_must_go_together() -> None:
-    assert read_demonstrations(LearnerSettings(), holds_out=True) is None
+    assert read_dataset(LearnerSettings(), holds_out=True) is None
     with pytest.raises(ConfigError, match=r"learner\.data: must be given"):
-        read_demonstrations(LearnerSettings(preset="sft"), holds_out=True)
+        read_dataset(LearnerSettings(preset="sft"), holds_out=True)
     settings: Any = LearnerSettings
     for key in ("data", "data_held_out"):
         text = rf"learner\.{key}=x is for learner=sft and learner=reward_model; learner=dapo samples its own"
         with pytest.raises(ConfigError, match=text):
-            read_demonstrations(settings(**{key: "x"}), holds_out=True)
+            read_dataset(settings(**{key: "x"}), holds_out=True)
 
 
 def test_a_tenth_of_the_prompts_is_held_out_with_all_of_their_completions(tmp_path: Path) -> None:
@@ -132,7 +136,7 @@ def test_a_file_of_held_out_lines_leaves_all_of_the_others_for_training(tmp_path
     data = write_lines(tmp_path / "a.jsonl", *({"prompt": str(number), "completion": "!"} for number in range(50)))
     other = write_lines(tmp_path / "b.jsonl", {"prompt": "3", "completion": "?"})
     found = split(data, data_held_out=str(other))
-    assert (len(found.train), [one.answer for one in found.held_out]) == (50, ["?"])
+    assert (len(found.train), [one.completions for one in found.held_out]) == (50, [("?",)])
     write_lines(other, "{")
     with pytest.raises(ProblemError, match=r"learner\.data_held_out: line 1 of .*b\.jsonl is no JSON"):
         split(data, data_held_out=str(other))
@@ -159,7 +163,7 @@ def test_lines_of_which_none_or_all_are_held_out_are_told(tmp_path: Path, caplog
 
 
 def test_a_completion_follows_the_prompt_as_the_model_itself_would_write_it(nano: SharedModel) -> None:
-    (one,) = to_group(Problem(problem_id="a", messages=QUESTION, answer=ANSWER), nano.tokenizer, 512).trajectories
+    (one,) = to_group(example("a", ANSWER), nano.tokenizer, 512).trajectories
     assert one.prompt_tokens == nano.tokenizer.encode_chat(QUESTION)
     assert nano.tokenizer.decode(one.tokens) == ANSWER
     assert [token for token in one.tokens if token in nano.tokenizer.eos_token_ids] == [one.tokens[-1]]
@@ -168,10 +172,10 @@ def test_a_completion_follows_the_prompt_as_the_model_itself_would_write_it(nano
 
 def test_a_demonstration_longer_than_the_context_is_named(nano: SharedModel) -> None:
     with pytest.raises(ProblemError, match=r"line 3 has \d+ \+ \d+ tokens, the context of the model is 20"):
-        to_group(Problem(problem_id="line 3", messages=QUESTION, answer=ANSWER), nano.tokenizer, 20)
+        to_group(example("line 3", ANSWER), nano.tokenizer, 20)
 
 
-def update(learner: Learner, problems: list[Problem], model: SharedModel, step: int) -> UpdateReport:
+def update(learner: Learner, problems: list[Example], model: SharedModel, step: int) -> UpdateReport:
     groups = [to_group(problem, model.tokenizer, 512) for problem in problems]
     (*_, report) = learner.update(groups, step=step, max_tokens=1)
     assert report is not None
@@ -180,7 +184,7 @@ def update(learner: Learner, problems: list[Problem], model: SharedModel, step: 
 
 def test_the_loss_is_the_mean_negative_log_likelihood_and_falls(nano: SharedModel, streams: DeviceStreams) -> None:
     texts = (ANSWER, "#### 9")
-    problems = [Problem(problem_id=text, messages=QUESTION, answer=text) for text in texts]
+    problems = [example(text, text) for text in texts]
     start = make_adapter(initial_arrays(nano.targets, 4, mx.random.key(0)), version=0, rank=4, alpha=8.0)
     settings = LearnerSettings(preset="sft", learning_rate=5e-3, warmup_steps=0)
     learner = Learner(nano, streams, settings, start=start, total_steps=5, seed=0)
@@ -202,7 +206,7 @@ def test_the_loss_of_held_out_lines_is_that_of_training_before_the_first_update(
     nano: SharedModel, streams: DeviceStreams
 ) -> None:
     texts = (ANSWER, "#### 9", "#### 12")
-    problems = [Problem(problem_id=text, messages=QUESTION, answer=text) for text in texts]
+    problems = [example(text, text) for text in texts]
     groups = [to_group(problem, nano.tokenizer, 512) for problem in problems]
     start = make_adapter(initial_arrays(nano.targets, 4, mx.random.key(0)), version=0, rank=4, alpha=8.0, dropout=0.5)
     settings = LearnerSettings(preset="sft", learning_rate=5e-3, warmup_steps=0, micro_batch_tokens=64)
@@ -219,7 +223,7 @@ def test_the_loss_of_held_out_lines_is_that_of_training_before_the_first_update(
 
 
 def test_masked_tokens_are_not_in_the_loss(nano: SharedModel, streams: DeviceStreams) -> None:
-    group = to_group(Problem(problem_id="a", messages=QUESTION, answer=ANSWER), nano.tokenizer, 512)
+    group = to_group(example("a", ANSWER), nano.tokenizer, 512)
     (whole,) = group.trajectories
     first = replace(whole, loss_mask=(True,) + (False,) * (len(whole.tokens) - 1))
     start = make_adapter(initial_arrays(nano.targets, 4, mx.random.key(0)), version=0, rank=4, alpha=8.0)

@@ -11,8 +11,7 @@ from parallm.checkpoint.manager import CheckpointManager
 from parallm.checkpoint.settings import CheckpointSettings
 from parallm.device.blas import load_blas
 from parallm.device.settings import DeviceSettings
-from parallm.environment.arithmetic import Arithmetic
-from parallm.environment.calculator import Calculator
+from parallm.environment.arithmetic import Arithmetic, Calculator
 from parallm.environment.environment import Ask
 from parallm.environment.settings import ArithmeticSettings, CalculatorSettings, MixedPart, MixedSettings
 from parallm.learner.learner import Learner

@@ -1,12 +1,8 @@
 """Attention metadata of a decode step: the slots that it computes, their lengths, masks and rotations.
 
-`SlotManager` sets it before each step; the slot caches of all layers of a batch read it.
-
-On a CPU, rows that are much longer than the others are computed apart, so that the tail of one step does not make the
-next step's attention as long as its own.
-
-A sequence may feed several tokens in one step, its newest one and drafts. Each is a row of the forward, which writes
-and sees one position more of the same slot.
+`SlotManager` sets it before each step; the slot caches of all layers of a batch read it. On a CPU, rows that are much
+longer than the others are computed apart. A sequence may feed several tokens in one step, its newest one and drafts:
+each is a row of the forward, which writes and sees one position more of the same slot.
 
 Axes: B rows of the forward, S active slots, T tokens of a slot, L positions.
 """
@@ -161,8 +157,7 @@ class StepIndices:
     """Lengths and slots of a step's rows as arrays, counted on the device where the rows stay.
 
     A GPU fetches host memory page by page when a kernel first reads it, which takes as long as several layers of a
-    small model. Rows mostly stay and grow by a position, which the device can count. When rows join or leave, both come
-    as one array.
+    small model. When rows join or leave, both come as one array.
     """
 
     def __init__(self) -> None:

@@ -1,12 +1,8 @@
-"""Keys and values of the sequences that decode together: one slot per sequence, allocated in few steps, written in
-O(1).
+"""Keys and values of the sequences that decode together: a slot for each, allocated in few steps, written in O(1).
 
-With MLX's CUDA build each row reads the positions that it has, in any slot (`model/decode_attention.py`); elsewhere all
-rows read as many positions as the longest one has, or outliers are computed apart (`attention_metadata.py`), and the
-slots are 0 to n-1: `slot_manager.py` keeps them there.
-
-mlx-lm's models see a `SlotCache` per layer through the interface of mlx-lm's caches (`offset`, `update_and_fetch`,
-`make_mask`).
+With MLX's CUDA build each row reads the positions that it has, in any slot; elsewhere all rows read as many as the
+longest one has, but for outliers (`attention_metadata.py`), and `slot_manager.py` keeps the slots at 0 to n-1. mlx-lm's
+models see a `SlotCache` per layer through the interface of mlx-lm's caches (`offset`, `update_and_fetch`, `make_mask`).
 
 Axes: S slots, B rows, A outlier rows, H key-value heads, Q query heads, L positions, D head size.
 """
@@ -17,7 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from parallm.engine.kv.attention_metadata import AttentionMetadata, QuerySpans
+from parallm.engine.kv.attention_metadata import AttentionMetadata
 from parallm.model.attention import attention
 from parallm.model.kernels.cuda import on_cuda
 from parallm.model.kernels.decode_attention import append_and_attend, fits
@@ -78,17 +74,13 @@ class SlotCache(OwnCache):
             buffer[metadata.slots_B, :, metadata.lengths_B] = new[:, :, 0]
         keys, values = (buffer[metadata.read_slots, :, : metadata.num_read] for buffer in self.state)
         if metadata.spans is not None:
-            return self._spread(keys, values, metadata.spans)
+            # for models that compute with keys themselves; `attend` never evaluates these copies
+            copies = keys[metadata.spans.slots_B], values[metadata.spans.slots_B]
+            self._span_views = SpanViews(keys=keys, values=values, view=copies[0])
+            return copies
         if on_cuda():
             self._appended = Appended(keys=keys_BH1D, values=values_BH1D, buffers=before, view=keys)
         return keys, values
-
-    def _spread(self, keys: mx.array, values: mx.array, spans: QuerySpans) -> tuple[mx.array, mx.array]:
-        """A copy of its slot for each row, for models that compute with keys themselves; `attend` never evaluates
-        it."""
-        copies = keys[spans.slots_B], values[spans.slots_B]
-        self._span_views = SpanViews(keys=keys, values=values, view=copies[0])
-        return copies
 
     def attend(
         self,
@@ -100,11 +92,8 @@ class SlotCache(OwnCache):
         mask: Any,
         sinks: mx.array | None,
     ) -> mx.array:
-        """Queries (B, Q, 1, D) over views (B, H, L, D) -> (B, Q, 1, D).
-
-        Where the kernel can do it, it writes the step's keys and values, too, and the write that the views wait for is
-        never evaluated.
-        """
+        """Queries (B, Q, 1, D) over views (B, H, L, D) -> (B, Q, 1, D). A kernel that can do it writes the step's keys
+        and values, too, and the write that the views wait for is never evaluated."""
         appended, self._appended = self._appended, None
         views, self._span_views = self._span_views, None
         if views is not None and keys is views.view and self._metadata.spans is not None:

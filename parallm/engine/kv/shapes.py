@@ -1,15 +1,13 @@
 """Shapes of KV buffers, and the few lengths to which prompts are padded.
 
-A decode batch has buffers of slots x positions. With spare memory both sides double (`grown`), so a sequence of any
-length costs a handful of copies and a compiled step sees a handful of shapes. Without compiled steps (`grown_to_end`)
-positions reach the end of the longest request at once if that is near, and buffers that are copied anyway keep slots
-for the present sequences only, because memory that is written for the first time is what costs a CPU most here. When
-memory is short, buffers are exactly as large as needed; with compiled steps up to a fifth more, which is four shapes
-for each doubling. Positions that one long sequence needed are given back when they are four times what the others need.
+With spare memory slots and positions double (`grown`), so a compiled step sees a handful of shapes. Without compiled
+steps (`grown_to_end`) positions reach the end of the longest request at once if that is near, and buffers that are
+copied anyway keep slots for the present sequences only: a CPU pays most for memory that is written for the first time.
+When memory is short, buffers are exactly as large as needed; with compiled steps up to a fifth more, which is four
+shapes for each doubling. Positions that are four times what the sequences need are given back.
 
 Prompts are computed at their own length on a CPU, in products of enough rows. With MLX's CUDA build lengths come in few
-sizes: MLX plans cuDNN's attention for each new shape, strides included, and keeps 256 plans. Causal attention hides the
-padding.
+sizes: MLX plans cuDNN's attention for each new shape, and keeps 256 plans.
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,7 @@
 """Slots of a batch's sequences in the KV buffers: allocation, joins and leaves.
 
-With MLX's CUDA build a kernel takes every row's slot as a number, so a sequence keeps its slot: leaving costs nothing
-on the device, and joining a copy of the prompt. MLX's own operations need contiguous slots: the last sequence moves to
-the slot that another one leaves.
+With MLX's CUDA build a kernel takes every row's slot as a number, so a sequence keeps its slot. MLX's own operations
+need contiguous slots: the last sequence moves to the slot that another one leaves.
 """
 
 from collections.abc import Sequence

@@ -111,11 +111,8 @@ def _most_likely(softmax: Softmax) -> mx.array:
 
 
 def _draw(weights_BV: mx.array, uniforms_B2: mx.array) -> mx.array:
-    """One index per row with probability proportional to `weights_BV`, (B,) int32.
-
-    First a block of tokens, then a token of it, each by inverting the cumulative sum: two short sums round less than
-    one over the vocabulary, and each choice has a random number of its own.
-    """
+    """One index per row with probability proportional to `weights_BV`, (B,) int32: first a block of tokens, then a
+    token of it, each by inverting the cumulative sum, as two short sums round less than one over the vocabulary."""
     rows, vocabulary = weights_BV.shape
     missing = -vocabulary % DRAW_BLOCK
     padded_BV = mx.pad(weights_BV, [(0, 0), (0, missing)]) if missing else weights_BV

@@ -8,7 +8,8 @@ import asyncio
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import pairwise
 from pathlib import Path
@@ -60,34 +61,33 @@ class Quarantine:
             self._journal.append({"reason": refused.reason, "detail": refused.detail, "group": group})
 
     def close(self) -> None:
-        """Wait until the file holds everything."""
         self._journal.close()
 
 
+@dataclass(frozen=True, slots=True)
 class Rescorer:
     """Scores tokens that were not sampled here: the present policy is taken for the one that sampled them.
 
     The engine computes the log-probs as those of a prompt, which are the very numbers that the learner computes.
     """
 
-    def __init__(self, generate_all: GenerateAll, model: str) -> None:
-        self._generate_all = generate_all
-        self._model = model
-        self._count = itertools.count()
+    generate_all: GenerateAll
+    model: str
+    numbers: Iterator[int] = field(default_factory=itertools.count)
 
     async def score(self, sequences: Sequence[ScoredSequence], version: int) -> list[SamplingRecord]:
         """Return a record of each sequence under the policy's `version`."""
-        answers = await self._generate_all([self._request(sequence) for sequence in sequences])
+        answers = await self.generate_all([self._request(sequence) for sequence in sequences])
         return [
             _rescored(sequence, completion, version) for sequence, (completion,) in zip(sequences, answers, strict=True)
         ]
 
     def _request(self, sequence: ScoredSequence) -> GenerationRequest:
         return GenerationRequest(
-            request_id=f"rescore-{self._model}-{next(self._count)}",
+            request_id=f"rescore-{self.model}-{next(self.numbers)}",
             prompt_tokens=tuple(sequence.tokens_T.tolist()),
             sampling=SamplingParams(max_tokens=0, temperature=temperature_of(sequence), prompt_logprobs=0),
-            model=self._model,
+            model=self.model,
             traffic="rollout",
             is_continued=False,
         )
@@ -110,33 +110,24 @@ def _rescored(sequence: ScoredSequence, completion: Completion, version: int) ->
     )
 
 
+@dataclass(slots=True, kw_only=True)
 class Intake:
     """Turns posted groups into groups to train on. Used by one task; counts are since the start of the process."""
 
-    def __init__(
-        self,
-        settings: AtroposSettings,
-        sample_store: SampleStore,
-        quarantine: Quarantine,
-        *,
-        limits: Limits,
-        rescorer: Rescorer,
-        decode: Decode,
-    ) -> None:
-        self._settings = settings
-        self._sample_store = sample_store
-        self._quarantine = quarantine
-        self._limits = limits
-        self._rescorer = rescorer
-        self._decode = decode
-        self._warned: set[str] = set()
-        self.num_groups = 0
-        self.num_sequences = 0
-        self.num_read = 0
-        """Sequences of well-formed groups."""
-        self.num_joined = 0
-        """Sequences whose trained tokens all stand in the sample store."""
-        self.num_recomputed = 0
+    settings: AtroposSettings
+    sample_store: SampleStore
+    quarantine: Quarantine
+    limits: Limits
+    rescorer: Rescorer
+    decode: Decode
+    warned: set[str] = field(default_factory=set)
+    num_groups: int = 0
+    num_sequences: int = 0
+    num_read: int = 0
+    """Sequences of well-formed groups."""
+    num_joined: int = 0
+    """Sequences whose trained tokens all stand in the sample store."""
+    num_recomputed: int = 0
 
     async def read(self, batch: Sequence[Any], version: int) -> list[TrajectoryGroup]:
         """Return the groups that can be trained on; `version` is the learner's."""
@@ -149,36 +140,36 @@ class Intake:
                 groups.append(await self._group(value, version))
             except GroupRefused as refused:
                 self._warn(refused.reason, f"a group is not trained on: {refused}")
-                self._quarantine.put(refused, value)
+                self.quarantine.put(refused, value)
         return groups
 
     async def _group(self, value: Any, version: int) -> TrajectoryGroup:
-        scored = read_group(value, self._limits)
+        scored = read_group(value, self.limits)
         self.num_read += len(scored.sequences)
         records = [self._find(sequence) for sequence in scored.sequences]
         missing = [index for index, record in enumerate(records) if record is None]
         if missing:
             for index, record in zip(missing, await self._recompute(scored, missing, version), strict=True):
                 records[index] = record
-        return group_of(scored, [record for record in records if record is not None], self._decode)
+        return group_of(scored, [record for record in records if record is not None], self.decode)
 
     def _find(self, sequence: ScoredSequence) -> SamplingRecord | None:
         if sequence.is_demonstration:
             return None
-        record = self._sample_store.find(sequence.tokens_T, sequence.trained_T, sequence.logprobs_T)
+        record = self.sample_store.find(sequence.tokens_T, sequence.trained_T, sequence.logprobs_T)
         if record is not None:
             self.num_joined += 1
             self._compare(sequence, record)
         return record
 
     async def _recompute(self, scored: ScoredGroup, missing: Sequence[int], version: int) -> list[SamplingRecord]:
-        if self._settings.unmatched == "drop":
+        if self.settings.unmatched == "drop":
             raise GroupRefused(
                 "unmatched",
                 f"{len(missing)} of {len(scored.sequences)} sequences hold trained tokens that no completion of the "
                 "last while has; rollout.atropos.unmatched=recompute would train on them as on the policy's own",
             )
-        records = await self._rescorer.score([scored.sequences[index] for index in missing], version)
+        records = await self.rescorer.score([scored.sequences[index] for index in missing], version)
         self.num_recomputed += len(missing)
         return records
 
@@ -208,8 +199,8 @@ class Intake:
 
     def _warn(self, about: str, text: str) -> None:
         """Log `text`, the first time for each `about`."""
-        if about not in self._warned:
-            self._warned.add(about)
+        if about not in self.warned:
+            self.warned.add(about)
             logger.warning("%s", text)
 
 

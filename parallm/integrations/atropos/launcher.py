@@ -24,8 +24,8 @@ from parallm.errors import ConfigError
 from parallm.integrations.atropos.diagnosis import causes_of
 from parallm.integrations.atropos.source import AtroposFacts
 from parallm.integrations.atropos.supervisor import SupervisedProcess, variables_for
-from parallm.integrations.atropos.trainer_client import ApiFailed, ApiUnreachable, Sizes, TrajectoryApi
-from parallm.rollout.settings import AtroposSettings, EnvironmentProcess, StartSettings
+from parallm.integrations.atropos.trainer_client import ApiFailed, ApiUnreachable, TrajectoryApi
+from parallm.rollout.settings import AtroposSettings, EnvironmentProcess, RolloutSettings
 
 ENVIRONMENT_HOST = Path(__file__).with_name("environment_host.py")
 LOOPBACK = "127.0.0.1"
@@ -40,10 +40,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchContext:
-    """Addresses, names and sizes that all environments of a run have to know."""
+    """Settings, addresses and names that all environments of a run have to know."""
 
-    api: str
-    """URL of run-api."""
+    rollout: RolloutSettings
     server: str
     """URL of this process."""
     recipes: str
@@ -52,9 +51,11 @@ class LaunchContext:
     """A folder or hub id that transformers reads."""
     model: str
     """The name of the policy in requests."""
-    sizes: Sizes
-    group_size: int
-    max_tokens: int
+
+    @property
+    def api(self) -> str:
+        """URL of run-api."""
+        return self.rollout.atropos.url.rstrip("/")
 
 
 def own_config(context: LaunchContext, process: EnvironmentProcess) -> dict[str, Any]:
@@ -64,9 +65,9 @@ def own_config(context: LaunchContext, process: EnvironmentProcess) -> dict[str,
     localhost:9004 to 9007.
     """
     env = {
-        "group_size": context.group_size,
-        "batch_size": context.sizes.batch_size,
-        "max_token_length": context.max_tokens,
+        "group_size": context.rollout.group_size,
+        "batch_size": context.rollout.problems_per_step * context.rollout.group_size,
+        "max_token_length": context.rollout.max_tokens,
         "max_batches_offpolicy": 1,
         "steps_per_eval": 0,
         "total_steps": -1,  # what the trainer registers
@@ -124,7 +125,6 @@ class Launcher:
 
     def __init__(
         self,
-        settings: StartSettings,
         context: LaunchContext,
         folder: Path,
         *,
@@ -133,7 +133,7 @@ class Launcher:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Logs and files go below `folder`. Raises ConfigError for what cannot be started."""
-        self._settings = settings
+        self._settings = settings = context.rollout.atropos.start
         self._context = context
         self._folder = folder / "atropos"
         self._api, self._facts, self._clock = api, facts, clock

@@ -64,14 +64,6 @@ class _Prompt:
     completions: dict[int, SampledCompletion] = field(default_factory=dict)  # by number, in the order of arrival
 
 
-@dataclass(frozen=True, slots=True)
-class _Arrival:
-    at: float
-    key: int
-    number: int
-    num_tokens: int
-
-
 class SampleStore:
     """The completions of one policy. Used on the asyncio thread; `clock` returns seconds."""
 
@@ -79,7 +71,7 @@ class SampleStore:
         self._settings = settings
         self._clock = clock
         self._prompts: dict[int, _Prompt] = {}
-        self._arrivals: deque[_Arrival] = deque()
+        self._arrivals: deque[tuple[float, int, int, int]] = deque()  # time, prompt's key, number, tokens
         self.num_tokens = 0
         self.num_recorded = 0
         """Completions since the start."""
@@ -102,23 +94,22 @@ class SampleStore:
         for completion in sampled:
             prompt.completions[self.num_recorded] = _sampled(completion, request.sampling)
             num_tokens = len(completion.tokens) + len(tokens_P)  # a shared prompt counts once per completion
-            self._arrivals.append(_Arrival(now, key, self.num_recorded, num_tokens))
+            self._arrivals.append((now, key, self.num_recorded, num_tokens))
             self.num_recorded += 1
             self.num_tokens += num_tokens
         self.expire()
 
     def expire(self) -> None:
-        """Drop completions that are too old or too many."""
         oldest = self._clock() - self._settings.ledger_seconds
-        while self._arrivals and (self._arrivals[0].at < oldest or self.num_tokens > self._settings.ledger_tokens):
-            arrival = self._arrivals.popleft()
-            self.num_tokens -= arrival.num_tokens
-            prompt = self._prompts.get(arrival.key)
+        while self._arrivals and (self._arrivals[0][0] < oldest or self.num_tokens > self._settings.ledger_tokens):
+            _, key, number, num_tokens = self._arrivals.popleft()
+            self.num_tokens -= num_tokens
+            prompt = self._prompts.get(key)
             if prompt is None:
                 continue
-            prompt.completions.pop(arrival.number, None)
+            prompt.completions.pop(number, None)
             if not prompt.completions:
-                del self._prompts[arrival.key]
+                del self._prompts[key]
 
     def find(self, tokens_T: np.ndarray, trained_T: np.ndarray, logprobs_T: np.ndarray | None) -> SamplingRecord | None:
         """Return how the trained tokens of a sequence were sampled.

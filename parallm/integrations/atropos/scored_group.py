@@ -105,12 +105,20 @@ def _sequence(
     _check_tokens(tokens_T, masks_T, where, limits)
     trained_T = masks_T != MASKED
     own, of_group = _object(values, "overrides"), shared[-1]
+    logprobs_T = _floats(values, "inference_logprobs", where, trained_T)
+    if logprobs_T is not None and (wrong_T := trained_T & (logprobs_T > 0)).any():
+        index = int(np.flatnonzero(wrong_T)[0])
+        detail = f"{where}, place {index}: a trained token has {logprobs_T[index]:g}, no log-prob"
+        raise GroupRefused("wrong_logprobs", detail)
+    advantages_T = _floats(values, "advantages", where, trained_T)
+    if advantages_T is not None and (np.abs(advantages_T[trained_T]) > MAX_REWARD).any():
+        raise GroupRefused("too_large", f"advantages of {where} are beyond {MAX_REWARD:g}")
     return ScoredSequence(
         tokens_T=tokens_T.astype(np.int32),
         trained_T=trained_T,
         score=_score(values["scores"], where),
-        logprobs_T=_logprobs(values.get("inference_logprobs"), trained_T, where),
-        advantages_T=_advantages(values.get("advantages"), trained_T, f"advantages of {where}"),
+        logprobs_T=logprobs_T,
+        advantages_T=advantages_T,
         temperature=_temperature([own, *shared], where),
         is_zeroed=bool(own.get("set_advantage_to_zero", False)),
         is_demonstration=bool(own.get("sft", of_group.get("sft", False))),
@@ -140,25 +148,9 @@ def _score(value: object, where: str) -> float:
     return float(value)
 
 
-def _logprobs(value: object, trained_T: np.ndarray, where: str) -> np.ndarray | None:
-    logprobs_T = _floats(value, trained_T, f"inference_logprobs of {where}")
-    if logprobs_T is not None and (logprobs_T[trained_T] > 0).any():
-        index = int(np.flatnonzero(trained_T & (logprobs_T > 0))[0])
-        raise GroupRefused(
-            "wrong_logprobs", f"{where}, place {index}: a trained token has {logprobs_T[index]:g}, no log-prob"
-        )
-    return logprobs_T
-
-
-def _advantages(value: object, trained_T: np.ndarray, what: str) -> np.ndarray | None:
-    advantages_T = _floats(value, trained_T, what)
-    if advantages_T is not None and (np.abs(advantages_T[trained_T]) > MAX_REWARD).any():
-        raise GroupRefused("too_large", f"{what} are beyond {MAX_REWARD:g}")
-    return advantages_T
-
-
-def _floats(value: object, trained_T: np.ndarray, what: str) -> np.ndarray | None:
+def _floats(values: Mapping[str, Any], name: str, where: str, trained_T: np.ndarray) -> np.ndarray | None:
     """float32 (T,), finite at trained tokens; None without values."""
+    value, what = values.get(name), f"{name} of {where}"
     if value is None or value == []:
         return None
     values_T = _array(value, what)

@@ -56,6 +56,9 @@ class AtroposSource:
     with `close`.
     """
 
+    waiting: Mapping[str, float] = {}
+    """Nothing waits here: run-api holds the queue and reports it itself."""
+
     def __init__(
         self,
         settings: RolloutSettings,
@@ -90,7 +93,12 @@ class AtroposSource:
         """Begin: register, let environments in and ask for the first batch. `version` is the learner's."""
         self._version = version
         self._intake = Intake(
-            self._settings, self.sample_store, self._quarantine, limits=limits, rescorer=rescorer, decode=decode
+            settings=self._settings,
+            sample_store=self.sample_store,
+            quarantine=self._quarantine,
+            limits=limits,
+            rescorer=rescorer,
+            decode=decode,
         )
         self._wanted.set()
         self._task = asyncio.create_task(self._work(self._intake))
@@ -118,11 +126,6 @@ class AtroposSource:
             self.message = self.explain(self.facts()) or ""
         return False
 
-    @property
-    def waiting(self) -> Mapping[str, float]:
-        """Nothing waits here: run-api holds the queue and reports it itself."""
-        return {}
-
     def take(self, step: int) -> StepBatch:
         """Return the groups of one batch, after `is_ready`."""
         groups, self._groups = tuple(self._groups), ()
@@ -144,7 +147,6 @@ class AtroposSource:
         )
 
     def end(self) -> None:
-        """Ask for nothing any more."""
         if self._task is not None:
             self._task.cancel()
 

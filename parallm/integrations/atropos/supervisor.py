@@ -96,7 +96,6 @@ class SupervisedProcess:
         self.exit_code, self._num_failures, self._due, self.has_given_up = None, 0, 0.0, False
 
     def log_tail(self, number: int = 3) -> str:
-        """Return the last lines of the log, in one line."""
         with suppress(OSError), self.log.open("rb") as file:
             file.seek(max(0, self.log.stat().st_size - 4096))
             lines = [line.strip() for line in file.read().decode(errors="replace").splitlines()]

@@ -39,11 +39,7 @@ class ApiUnreachable(Exception):
 
 
 class ApiFailed(Exception):
-    """The API answered with an error, or with something else than was asked for; `status` is that of HTTP."""
-
-    def __init__(self, message: str, status: int) -> None:
-        super().__init__(message)
-        self.status = status
+    """The API answered with an error, or with something else than was asked for."""
 
 
 class NotRegistered(Exception):
@@ -117,7 +113,7 @@ class TrajectoryApi:
             raise NotRegistered(str(answer.get("message")))
         groups = answer.get("batch")
         if groups is not None and not isinstance(groups, list):
-            raise ApiFailed("/batch has answered without a list of groups", 200)
+            raise ApiFailed("/batch has answered without a list of groups")
         return groups
 
     async def reset(self) -> None:
@@ -142,21 +138,21 @@ class TrajectoryApi:
         except (httpx.TransportError, httpx.DecodingError) as error:
             raise ApiUnreachable(f"{self.url}{path}: {str(error) or type(error).__name__}") from error
         if response.status_code >= 400:
-            raise ApiFailed(f"{self.url}{path} has answered {response.status_code}", response.status_code)
+            raise ApiFailed(f"{self.url}{path} has answered {response.status_code}")
         if not response.headers.get("content-type", "").startswith("application/json"):
             return {}
         try:
             # a batch may have megabytes
             answer = await asyncio.to_thread(json.loads, response.content)
         except (ValueError, RecursionError) as error:
-            raise ApiFailed(f"{self.url}{path} has answered no JSON", response.status_code) from error
+            raise ApiFailed(f"{self.url}{path} has answered no JSON") from error
         return answer if isinstance(answer, dict) else {}
 
 
 def _number(answer: Mapping[str, Any], name: str, path: str) -> int:
     value = answer.get(name)
     if not isinstance(value, int):
-        raise ApiFailed(f"{path} has answered without {name}: is this the API of Atropos?", 200)
+        raise ApiFailed(f"{path} has answered without {name}: is this the API of Atropos?")
     return value
 
 
@@ -295,7 +291,7 @@ class TrainerClient:
             self.facts.state = "poisoned"
             await self._api.reset()
         else:
-            raise ApiFailed(f"{self._api.url} stays without a trainer after {MAX_RESETS} resets", 200)
+            raise ApiFailed(f"{self._api.url} stays without a trainer after {MAX_RESETS} resets")
         step, _ = await self._api.status()
         self.facts.state, self.facts.problem = "waiting", ""
         self.facts.registered_at = self._asked_sizes = self._clock()

@@ -94,7 +94,6 @@ class ScoringGroup:
         await asyncio.shield(self._scoring)
 
     def leave(self) -> None:
-        """Count one episode as ended."""
         self._num_missing -= 1
         if self._num_missing == 0:
             self._is_whole.set()

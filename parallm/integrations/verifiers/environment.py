@@ -45,27 +45,23 @@ class BackgroundLoop:
     """
 
     def __init__(self, name: str) -> None:
-        self._loop = asyncio.new_event_loop()
+        self.loop = asyncio.new_event_loop()
         self.stack = AsyncExitStack()  # servers that live as long as the process, entered and closed on this loop
         # a daemon: an environment that hangs must not hold up the end of the process
-        threading.Thread(target=self._loop.run_forever, name=name, daemon=True).start()
+        threading.Thread(target=self.loop.run_forever, name=name, daemon=True).start()
         atexit.register(self._close)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Return the result of `work`. Blocks the calling thread, which must not be this loop's own."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result()
 
     async def get(self, work: Coroutine[Any, Any, T]) -> T:
         """Return the result of `work`, awaited on the caller's loop and cancelled with it."""
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
-
-    def soon(self, function: Callable[[], object]) -> None:
-        """Call `function` on this loop as soon as it can."""
-        self._loop.call_soon_threadsafe(function)
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop))
 
     def _close(self) -> None:
         with suppress(TimeoutError):
-            asyncio.run_coroutine_threadsafe(self.stack.aclose(), self._loop).result(CLOSE_SECONDS)
+            asyncio.run_coroutine_threadsafe(self.stack.aclose(), self.loop).result(CLOSE_SECONDS)
 
 
 class TaskSource(Protocol):
@@ -107,7 +103,7 @@ class VerifiersSession:
         return {CORRECT: float(parts[TOTAL] >= self.correct_at), **parts}  # a part `correct` of its own wins
 
     def close(self) -> None:
-        self.loop.soon(self.exchange.close)
+        self.loop.loop.call_soon_threadsafe(self.exchange.close)
 
 
 class VerifiersEnvironment:
@@ -223,7 +219,6 @@ def environment_module(environment_id: str) -> ModuleType:
 
 
 def is_shipped(name: str) -> bool:
-    """Whether the package brings the taskset."""
     try:
         return importlib.util.find_spec(f"{SHIPPED}.{name}") is not None
     except ModuleNotFoundError:

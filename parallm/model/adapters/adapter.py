@@ -123,8 +123,7 @@ def make_adapter(
 
 
 def next_version(adapter: Adapter, arrays: Mapping[str, mx.array], checksums: Checksums, step: int) -> Adapter:
-    """The version after `adapter`, of the same form, with the arrays after `step` steps. Raises AdapterNotFinite if one
-    holds NaN or infinity, or would with its scale."""
+    """The version after `adapter`, of the same form, with the arrays after `step` steps. Raises AdapterNotFinite."""
     version, parent = adapter.version + 1, adapter.version
     return with_arrays(adapter, arrays, version=version, parent=parent, step=step, checksums=checksums)
 
@@ -209,8 +208,7 @@ def arrays_digest(arrays: Mapping[str, mx.array], scale: float = 1.0, computed: 
     """SHA-256 over the names, the shapes and the checksums of `arrays`, if they were `computed` before.
 
     Raises AdapterNotFinite, naming an array, if one holds NaN or infinity, or values that the adapter's largest `scale`
-    makes infinite. Every version passes here when it is made, so none that holds such values is ever trained on or
-    served: rows of several versions share products, in which an infinite factor would reach the others.
+    makes infinite: rows of several versions share products, in which an infinite factor would reach the others.
     """
     computed = computed or checksums(arrays, scale)
     mx.eval(computed.sums, computed.is_finite)

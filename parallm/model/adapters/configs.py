@@ -154,11 +154,8 @@ def mlx_config(adapter: Adapter, num_layers: int) -> dict[str, Any]:
 
 
 def _mlx_keys(targets: tuple[str, ...], num_layers: int) -> tuple[list[str], int]:
-    """The names in mlx-lm's config, and the number of last layers that they concern.
-
-    They are names within a layer where the last layers all have the same targets, which other MLX programs expect, else
-    full paths.
-    """
+    """The names in mlx-lm's config, and the number of last layers that they concern: names within a layer where these
+    all have the same targets, which other MLX programs expect, else full paths."""
     layered = layered_names(targets)
     if layered is None or layered[1] != list(range(num_layers - len(layered[1]), num_layers)):
         return list(targets), num_layers

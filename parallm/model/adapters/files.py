@@ -176,9 +176,8 @@ def write_mlx(adapter: Adapter, folder: Path, *, num_layers: int) -> None:
 def write_peft(adapter: Adapter, folder: Path, base_name: str, base_sha256: str = "", *, model_type: str) -> None:
     """Write what `peft.PeftModel.from_pretrained(base, folder)` reads; `base_name` is a hub id or folder for people.
 
-    `model_type` is that of the base, by which transformers' names of its layers are known. `base_sha256` is the base's
-    fingerprint, which `base_of` reads. Raises AdapterError where these names are unknown, OSError if
-    the disk does not take it.
+    `base_sha256` is the base's fingerprint, which `base_of` reads. Raises AdapterError where transformers' names of the
+    layers of a `model_type` are unknown, OSError if the disk does not take it.
     """
     modules = modules_of(adapter.targets, model_type)
     if lost := left_out_by_peft(adapter.targets, model_type):
@@ -190,10 +189,7 @@ def write_peft(adapter: Adapter, folder: Path, base_name: str, base_sha256: str 
 
 
 def write_exactly(adapter: Adapter, folder: Path, *, num_layers: int, base_name: str, base_sha256: str = "") -> None:
-    """Write mlx-lm's format where it can hold the adapter as it is, else PEFT's with mlx-lm's names of the layers.
-
-    It comes back equal to the bit.
-    """
+    """Write mlx-lm's format where it holds the adapter to the bit, else PEFT's with mlx-lm's names of the layers."""
     if adapter.ranks or adapter.alphas or REWARD_HEAD in adapter.arrays:
         _write_peft(adapter, folder, base_name, base_sha256, {target: target for target in adapter.targets})
     else:
@@ -226,9 +222,8 @@ def read_adapter(
 ) -> Adapter:
     """Read an adapter of either format. It may cover fewer targets than the base has.
 
-    It must fit `targets` (target -> inputs, outputs of the base). `model_type` is that of the base: files of
-    PEFT may call its layers as transformers does. `name` and `version` replace those in the file; a file from
-    elsewhere has none and becomes version 0 of `policy`. Raises AdapterError.
+    It must fit `targets` (target -> inputs, outputs of the base), which PEFT may call as transformers does. `name` and
+    `version` replace those in the file; a file from elsewhere becomes version 0 of `policy`. Raises AdapterError.
     """
     config, arrays, metadata = _read_stored(folder)
     try:
@@ -252,10 +247,8 @@ def read_adapter(
 
 
 def base_of(folder: Path) -> str:
-    """Fingerprint of the base that an adapter in PEFT's format was trained on; empty if the file has none.
-
-    Raises AdapterError if the adapter cannot be read.
-    """
+    """Fingerprint of the base that an adapter in PEFT's format was trained on, or an empty text. Raises
+    AdapterError."""
     return _read_stored(folder)[2].get("base_sha256", "")
 
 

@@ -1,10 +1,7 @@
 """The adapter versions in memory: which version a name means, and how long a version stays.
 
-The trainer publishes, the server resolves names and changes aliases, the engine counts running sequences. A change
-replaces one immutable `TableState` by another, so readers need no lock.
-
-Requests name `poet` (the served version), `poet@latest` (the newest version, served or not yet), `poet@3` and
-`poet@best` (an alias). `latest` and `best` alone belong to `policy`.
+The trainer publishes, the server resolves names (`names.py`) and changes aliases, the engine counts running sequences.
+A change replaces one immutable `TableState` by another, so readers need no lock.
 """
 
 import threading

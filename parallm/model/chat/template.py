@@ -1,10 +1,9 @@
 """The model's chat template, and control tokens in the contents of messages; called by `ChatTokenizer`.
 
-Control tokens, such as those that begin a turn, are the template's to write: in a content they are text. Tokenizers
-take the text of a control token for the token wherever it stands, so a message could end its turn and begin a turn of
-the system. A content that holds such a text gets a mark inside of it, and the template is rendered with that. The text
-is encoded with a token in place of the mark, which splits it as tokenizers split at every control token, and that
-token is taken out again. Contents without such texts are rendered and encoded as they are.
+Tokenizers take the text of a control token for the token wherever it stands, so a message could end its turn and begin
+one of the system. In a content such a text gets a mark inside of it, and the template is rendered with that. The text
+is encoded with a token in place of the mark, which splits it as tokenizers split at every control token, and that token
+is taken out again.
 """
 
 import re

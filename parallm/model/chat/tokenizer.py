@@ -62,11 +62,8 @@ class ChatTokenizer:
         return max(map(len, self._tokenizer.get_vocab()))
 
     def encode(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> tuple[int, ...]:
-        """Token ids of plain text.
-
-        `add_special`: with the special tokens that the tokenizer adds by itself. `parse_special`: texts of control
-        tokens become the tokens.
-        """
+        """Token ids of plain text. `add_special`: with the special tokens that the tokenizer adds by itself.
+        `parse_special`: texts of control tokens become the tokens."""
         return self._controls.encode(text if parse_special else self._controls.guarded(text), add_special=add_special)
 
     def encode_more(self, text: str) -> tuple[int, ...]:
@@ -76,8 +73,7 @@ class ChatTokenizer:
     def encode_chat(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """Token ids of the chat template with the generation prompt. Control tokens in the messages are text.
 
-        A model without a template gets the messages' contents joined by newlines. Raises InvalidRequest where the
-        template refuses the messages.
+        A model without a template gets the contents joined by newlines. Raises InvalidRequest where it refuses them.
         """
         return self.encode_prompt(_turns(messages)).tokens
 
@@ -113,10 +109,7 @@ class ChatTokenizer:
         return ChatPrompt(tokens=self.encode_more(text), begins_in_reasoning=in_reasoning)
 
     def compile_grammar(self, source: GrammarSource, *, reasoning: bool | None = None) -> Grammar:
-        """The grammar of `source`, perhaps after reasoning; see `GrammarCompiler.compile`. Takes up to a second.
-
-        Raises InvalidRequest where the source is wrong or cannot be enforced.
-        """
+        """See `GrammarCompiler.compile`. Takes up to a second."""
         return self._grammars.compile(source, reasoning=reasoning)
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:

@@ -1,9 +1,8 @@
 """LoRA of the version in training: with dropout, and on a GPU with gradients that add to one another.
 
-A target's input gets a gradient from the base's product and one from A. MLX adds them with a kernel, as it does for
-several targets of one input. In `TrainingLora` the product with A adds itself to the others. Queries, keys and values
-each add themselves to the one before; gate and up, whose SwiGLU reads them side by side, are one product forward and
-backward.
+MLX adds the gradients of one input, from the base's products and from A, with kernels of their own. In `TrainingLora`
+the product with A adds itself to the others. Queries, keys and values each add themselves to the one before; gate and
+up, whose SwiGLU reads them side by side, are one product forward and backward.
 
 Axes: M tokens, I input, O output, K columns of all A that one input is multiplied by.
 """

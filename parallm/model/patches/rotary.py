@@ -1,7 +1,6 @@
 """Remembers what mlx-lm's rotary embeddings rotated, so that our attention kernels rotate where they read.
 
-Two small kernels a layer are a seventh of what a decode step of few rows hands over. mlx-lm's modules stay and compute
-as ever; MLX is lazy, so what a kernel does not read is never computed.
+Two small kernels a layer are a seventh of what a decode step of few rows hands over.
 
 Axes: B rows, X heads, D head size.
 """

@@ -162,7 +162,6 @@ class TrajectoryBuffer:
             self._write_anew()
 
     def __iter__(self) -> Iterator[RecordedTrajectory]:
-        """Iterate over the records that wait."""
         return iter(tuple(self._state.waiting.values()))
 
     @property
@@ -249,7 +248,6 @@ class TrajectoryBuffer:
             self._change({"branched": version, "now": now})
 
     def remove(self, ids: Collection[str], reason: str) -> None:
-        """Remove these for `reason`."""
         if ids:
             self._change({"gone": tuple(ids), "reason": reason})
 

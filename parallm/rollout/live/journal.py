@@ -10,7 +10,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
@@ -39,9 +39,9 @@ class Journal:
         self._lock = threading.Lock()
         self._waiting: list[_Entry] = []  # guarded by the lock
         self._refused: list[_Entry] = []  # owned by the writing thread, like the next three
-        self._has_failed = False
         self._is_torn = _ends_within_a_line(file)
         self._lacks_lines = False  # the file lacks refused lines that only the waiting rewrite still has
+        self._unsynced: set[Path] = set()
         self._last: Future[None] | None = None
         self.num_lines = 0
         """Lines since the file was last written anew."""
@@ -68,27 +68,33 @@ class Journal:
     def _put(self, entry: "_Entry") -> None:
         with self._lock:
             self._waiting.append(entry)
-        self._last = entry.written
-        self._thread.submit(self._write_waiting)
+        self._last = self._thread.submit(self._write_waiting)
+        self._thread.submit(self._sync)
 
     def _write_waiting(self) -> None:
         with self._lock:
-            entries, self._waiting = self._waiting, []
+            entries, self._waiting = [*self._refused, *self._waiting], []
         if not entries:
-            return  # an earlier call has written the entries
-        entries = [*self._refused, *entries]
+            return  # an earlier call has written them
         try:
             self._write(entries)
         except OSError as error:
-            self._refuse(entries, error)
-            return
-        self._refused, self._has_failed = [], False
-        for entry in entries:
-            entry.resolve()
+            if not self._refused:
+                logger.warning(
+                    "cannot write %s: %s; what clients send is lost if the process ends before it can",
+                    self._file,
+                    error,
+                )
+            index = _last_replacing(entries)
+            self._lacks_lines = self._lacks_lines or bool(index)
+            self._refused = entries[index or 0 :]
+            raise
+        self._refused = []
+
+    def _sync(self) -> None:
         try:
-            format.sync(self._file)
-            if any(entry.replaces for entry in entries):
-                format.sync(self._file.parent)
+            while self._unsynced:
+                format.sync(self._unsynced.pop())
         except OSError as error:
             logger.warning("%s could not be synced to the disk: %s", self._file, error)
 
@@ -119,6 +125,7 @@ class Journal:
             temporary.unlink(missing_ok=True)
             raise
         self._is_torn = self._lacks_lines = False
+        self._unsynced |= {self._file, self._file.parent}
 
     def _append(self, text: str) -> None:
         if not text:
@@ -127,36 +134,15 @@ class Journal:
             is_torn, self._is_torn = self._is_torn, True
             lines.write("\n" + text if is_torn else text)
         self._is_torn = False
-
-    def _refuse(self, entries: Sequence["_Entry"], error: OSError) -> None:
-        if not self._has_failed:
-            logger.warning(
-                "cannot write %s: %s; what clients send is lost if the process ends before it can", self._file, error
-            )
-        self._has_failed = True
-        for entry in entries:
-            entry.resolve(error)
-        index = _last_replacing(entries)
-        self._lacks_lines = self._lacks_lines or bool(index)
-        self._refused = list(entries[index or 0 :])
+        self._unsynced.add(self._file)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class _Entry:
     """Lines to append, or to replace all others with."""
 
     lines: tuple[Line, ...]
     replaces: bool
-    written: Future[None] = field(default_factory=Future)
-
-    def resolve(self, error: OSError | None = None) -> None:
-        """Wake whatever waits for the entry; only the first call counts."""
-        if self.written.done():
-            return
-        if error is None:
-            self.written.set_result(None)
-        else:
-            self.written.set_exception(error)
 
 
 def read_journal(file: Path) -> Iterator[dict[str, Any]]:

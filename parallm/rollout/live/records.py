@@ -68,8 +68,6 @@ def read_record(values: dict[str, Any]) -> RecordedTrajectory:
 
 def read_trajectory(values: dict[str, Any]) -> Trajectory:
     """Undo `to_json`. Raises KeyError, TypeError or ValueError on anything else."""
-    tuples = {name: tuple(values[name]) for name in ("prompt_tokens", "tokens", "loss_mask", "logprobs")}
-    if (token_advantages := values.get("token_advantages")) is not None:
-        tuples["token_advantages"] = tuple(token_advantages)
+    tuples = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
     spans = tuple(WeightSpan(**span) for span in values["weight_versions"])
     return Trajectory(**(values | tuples | {"weight_versions": spans}))

@@ -83,7 +83,7 @@ class ScoringDispatcher:
             raise InvalidRequest(f"no scoring_function {name[:50]!r}; there are {names}", "scoring_function")
         function = self._functions[name]
         if isinstance(function, EnvironmentScoring):
-            function.check(metadata)
+            function.answer(metadata)
 
     def connect(self, decode: Callable[[Sequence[int]], str], scores: Mapping[str, EnvironmentScoring]) -> None:
         """Begin to call functions; `decode` makes prompts of tokens.
@@ -118,7 +118,8 @@ class ScoringDispatcher:
         result = await self._call(record, name, prompt, is_patient=is_patient)
         if result.fault is None and result.value is None:
             return  # the function leaves the reward to the client
-        fault = result.fault or read_parts(_by_name(result.value), parts) or self._on_parts(record, parts)
+        value = {SCALAR_REWARD: result.value} if isinstance(result.value, int | float) else result.value
+        fault = result.fault or read_parts(value, parts) or self._on_parts(record, parts)
         if fault is not None:
             self._log(name, fault)
             self._on_fault(record, fault.kind)
@@ -145,10 +146,6 @@ class ScoringDispatcher:
             logger.warning(
                 "scoring function %s: %s %s; it has cost %d trajectories", name, fault.kind, exception, count
             )
-
-
-def _by_name(value: object) -> object:
-    return {SCALAR_REWARD: value} if isinstance(value, int | float) else value
 
 
 class ScoringWorker:

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from inspect import isawaitable
 from typing import Any, TypeAlias
 
-from parallm.environment.arithmetic import Arithmetic
-from parallm.environment.calculator import Calculator
+from parallm.environment.arithmetic import Arithmetic, Calculator
 from parallm.environment.custom import import_callable
 from parallm.environment.environment import (
     AnyEnvironment,
@@ -53,7 +52,6 @@ ScoringFunction: TypeAlias = Callable[[ScoringInput], Rewards | Awaitable[Reward
 
 
 def load_scoring_functions(targets: Mapping[str, str]) -> dict[str, ScoringFunction]:
-    """Import the functions. Raises ConfigError for one that is not there."""
     return {
         name: import_callable(target, f"rollout.live.scoring_functions.{name}={target!r}", "function")
         for name, target in targets.items()
@@ -68,12 +66,8 @@ class EnvironmentScoring:
         self._environment = environment
         self._num_unknown = 0
 
-    def check(self, metadata: Mapping[str, Any]) -> None:
-        """Raise InvalidRequest for a reference answer that the environment cannot compare with."""
-        self._answer(metadata)
-
     def __call__(self, scoring_input: ScoringInput) -> RewardParts | Awaitable[RewardParts] | None:
-        answer = self._answer(scoring_input.metadata)
+        answer = self.answer(scoring_input.metadata)
         if answer is None:
             self._log_unknown()
             return None
@@ -94,7 +88,11 @@ class EnvironmentScoring:
         weights = self._environment.weights
         return {name: weights[name] * part for name, part in parts.items() if weights.get(name)}
 
-    def _answer(self, metadata: Mapping[str, Any]) -> str | None:
+    def answer(self, metadata: Mapping[str, Any]) -> str | None:
+        """Return the reference answer, if there is one.
+
+        Raises InvalidRequest for one that the environment cannot compare with.
+        """
         value = metadata.get(ANSWER)
         if value is None:
             return None

@@ -44,6 +44,9 @@ RecordedGroup = Sequence[RecordedTrajectory]
 class LiveSource:
     """The source of one policy. Used on the asyncio thread."""
 
+    message = ""
+    """Nothing explains why a step waits: it waits for clients."""
+
     def __init__(
         self,
         settings: RolloutSettings,
@@ -101,7 +104,6 @@ class LiveSource:
             raise InvalidRequest("collect_trajectory compares completions of a request here; send n of 2 or more", "n")
 
     def knows(self, trajectory_id: str) -> bool:
-        """Whether a trajectory has this id, or had it not long ago."""
         return self._buffer.knows(trajectory_id)
 
     def record(
@@ -188,11 +190,11 @@ class LiveSource:
         groups = self._grouping.take(self._grouping.recorded_groups(self._buffer, self._buffer.now))
         self._buffer.reserve([record.trajectory_id for group in groups for record in group], step)
         num_stale, self._num_stale = self._num_stale, 0
-        with_signal = list(filter(has_signal, groups))
-        self._batch = tuple(ids for group in with_signal for ids in self._grouping.ids(group))
+        groups_with_signal = self._grouping.parts(filter(has_signal, groups))
+        self._batch = tuple(tuple(record.trajectory_id for record in group) for group in groups_with_signal)
         return StepBatch(
-            groups=self._trajectory_groups(groups),
-            with_signal=self._trajectory_groups(with_signal),
+            groups=tuple(map(_trajectory_group, self._grouping.parts(groups))),
+            with_signal=tuple(map(_trajectory_group, groups_with_signal)),
             num_stale=num_stale,
         )
 
@@ -223,11 +225,6 @@ class LiveSource:
         self._buffer.branch(version, now)
 
     @property
-    def message(self) -> str:
-        """Empty: a step waits for clients."""
-        return ""
-
-    @property
     def waiting(self) -> Mapping[str, float]:
         """Numbers of trajectories in the buffer, under flat names of the metrics."""
         report = self.report()
@@ -241,9 +238,6 @@ class LiveSource:
         """Cancel scores under way and wait until the file holds everything."""
         await self._dispatcher.close()
         await asyncio.to_thread(self._buffer.close)
-
-    def _trajectory_groups(self, groups: Sequence[RecordedGroup]) -> tuple[TrajectoryGroup, ...]:
-        return tuple(part for group in groups for part in self._grouping.trajectory_groups(group))
 
     def _set_reward(self, trajectory_id: str, parts: Mapping[str, float], total: float) -> None:
         self._buffer.reward(trajectory_id, total, self._names.bounded(parts))
@@ -313,16 +307,10 @@ class Grouping:
             taken.append(group)
         return taken
 
-    def trajectory_groups(self, group: RecordedGroup) -> list[TrajectoryGroup]:
+    def parts(self, groups: Iterable[RecordedGroup]) -> list[RecordedGroup]:
         """Return the learner's groups, whose trajectories share one prompt: with `group_by=none` each is alone."""
-        return [_trajectory_group(part) for part in self._parts(group)]
-
-    def ids(self, group: RecordedGroup) -> list[tuple[str, ...]]:
-        """Return the ids of the trajectories in each of `trajectory_groups(group)`."""
-        return [tuple(record.trajectory_id for record in part) for part in self._parts(group)]
-
-    def _parts(self, group: RecordedGroup) -> list[RecordedGroup]:
-        return [[record] for record in group] if self.settings.live.group_by == "none" else [group]
+        is_alone = self.settings.live.group_by == "none"
+        return [[record] for group in groups for record in group] if is_alone else list(groups)
 
     def _key_and_size(self, record: RecordedTrajectory) -> tuple[str, int]:
         """Return what the records of a whole group share, and how many they are."""
@@ -381,7 +369,6 @@ class PartNames:
         self._names = set(configured)
 
     def bounded(self, parts: Mapping[str, float]) -> dict[str, float]:
-        """Return the parts under names that have a column, summed where several share one."""
         columns: dict[str, float] = {}
         for name, part in parts.items():
             if len(self._names) < MAX_NAMES:

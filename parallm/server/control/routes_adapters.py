@@ -18,7 +18,7 @@ from parallm.model.adapters.names import is_number, versioned
 from parallm.server.catalog import served_policy, version_called
 from parallm.server.connection import body_of, is_form, json_response, read_body, read_form, received
 from parallm.server.interfaces import Adapters
-from parallm.server.schemas import MAX_INT, Wire, checked, read_object
+from parallm.server.schemas import MAX_INT, Done, Wire, checked, read_object
 from parallm.server.service import Service
 from parallm.types import POLICY, AdapterCard
 
@@ -74,10 +74,6 @@ class NameMeans(Wire):
 
     name: str
     version: int
-
-
-class Done(Wire):
-    status: Literal["ok"]
 
 
 def adapter_routes(service: Service) -> APIRouter:

@@ -1,7 +1,6 @@
 """Scores of the loaded reward models, on the shared base: wire types and the route `POST /v1/rewards/score`."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Literal
 
@@ -62,28 +61,19 @@ class ScoreAnswer(Wire):
     usage: ScoreUsage
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScoreJob:
-    """A reward model, and the tokens that it scores."""
-
-    name: str
-    rate: Rate
-    items: list[ScoringRequest]
-
-
 def score_routes(service: Service) -> APIRouter:
     router = APIRouter()
 
     @router.post("/v1/rewards/score")
     async def score(http: Request) -> Response:
         """Rate texts, or completions of a prompt or of a chat, by a reward model."""
-        job = await received(service, http, partial(_parse, service))
-        scores = await while_connected(http.receive, _rated(job.rate, job.items))
-        num_tokens = sum(len(item.prompt_tokens) + len(tokens) for item in job.items for tokens in item.completions)
+        name, rate, items = await received(service, http, partial(_parse, service))
+        scores = await while_connected(http.receive, _rated(rate, items))
+        num_tokens = sum(len(item.prompt_tokens) + len(tokens) for item in items for tokens in item.completions)
         return json_response(
             ScoreAnswer(
                 object="list",
-                model=job.name,
+                model=name,
                 data=[ScoreEntry(index=index, object="score", score=number) for index, number in enumerate(scores)],
                 usage=ScoreUsage(prompt_tokens=num_tokens, total_tokens=num_tokens),
             )
@@ -92,11 +82,11 @@ def score_routes(service: Service) -> APIRouter:
     return router
 
 
-def _parse(service: Service, text: bytes) -> ScoreJob:
-    """Raises InvalidRequest, UnknownModel, Unavailable."""
+def _parse(service: Service, text: bytes) -> tuple[str, Rate, list[ScoringRequest]]:
+    """Return name, model and the tokens to score. Raises InvalidRequest, UnknownModel, Unavailable."""
     body = parse_body(text, ScoreBody)
     name, rate = _chosen(service.reward_models(), body.model)
-    return ScoreJob(name=name, rate=rate, items=_items(service, body))
+    return name, rate, _items(service, body)
 
 
 def _chosen(models: RewardModels, name: str | None) -> tuple[str, Rate]:

@@ -1,7 +1,7 @@
 """Splits of a name between versions, and rewards for what the versions have answered: wire types and routes."""
 
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated
 
 from fastapi import APIRouter
 from pydantic import Field
@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from parallm.reports import VersionReport
 from parallm.server.connection import body_of, json_response
-from parallm.server.schemas import Wire
+from parallm.server.schemas import Done, Wire
 from parallm.server.service import Service
 
 MAX_REWARD = 1e9
@@ -36,10 +36,6 @@ class RewardBody(Wire):
     id: Annotated[str, Field(min_length=1, max_length=512)]
     """Id of an answer, or the `request_id` of its request."""
     reward: Annotated[float, Field(ge=-MAX_REWARD, le=MAX_REWARD)]
-
-
-class RewardAnswer(Wire):
-    status: Literal["ok"]
 
 
 def split_routes(service: Service) -> APIRouter:
@@ -73,6 +69,6 @@ def split_routes(service: Service) -> APIRouter:
         """Add a reward for an answer to the figures of the version that gave it."""
         body = await body_of(service, http, RewardBody)
         statistics.reward(body.id, body.reward)
-        return json_response(RewardAnswer(status="ok"))
+        return json_response(Done(status="ok"))
 
     return router

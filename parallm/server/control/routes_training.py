@@ -175,8 +175,16 @@ def _completion(body: TrajectoryBody, name: str, tokenizer: Tokenizer) -> tuple[
 
 def _spans(body: TrajectoryBody, name: str, num_tokens: int) -> tuple[WeightSpan, ...]:
     """Return the versions of the tokens; empty if they are unknown."""
-    if body.weight_versions:
-        return tuple(_checked_spans(body, name, num_tokens))
+    spans = body.weight_versions
+    if spans:
+        starts = [0, *(span.end for span in spans)]
+        if starts[-1] != num_tokens or not all(map(_continues, spans, starts)):
+            raise InvalidRequest(
+                f"{name}.weight_versions should cover its {num_tokens} tokens without gaps, each with a version's "
+                "number",
+                f"{name}.weight_versions",
+            )
+        return tuple(WeightSpan(version=int(span.version), start=span.start, end=span.end) for span in spans)
     if body.policy_version is not None:
         return (WeightSpan(version=body.policy_version, start=0, end=num_tokens),)
     if body.logprobs is not None:
@@ -187,19 +195,8 @@ def _spans(body: TrajectoryBody, name: str, num_tokens: int) -> tuple[WeightSpan
     return ()
 
 
-def _checked_spans(body: TrajectoryBody, name: str, num_tokens: int) -> list[WeightSpan]:
-    spans: list[WeightSpan] = []
-    for span in body.weight_versions or ():
-        start = spans[-1].end if spans else 0
-        if not span.version.isdecimal() or len(span.version) > 9 or span.start != start or span.end <= span.start:
-            break
-        spans.append(WeightSpan(version=int(span.version), start=span.start, end=span.end))
-    if len(spans) != len(body.weight_versions or ()) or spans[-1].end != num_tokens:
-        raise InvalidRequest(
-            f"{name}.weight_versions should cover its {num_tokens} tokens without gaps, each with a version's number",
-            f"{name}.weight_versions",
-        )
-    return spans
+def _continues(span: WeightVersions, start: int) -> bool:
+    return span.version.isdecimal() and len(span.version) <= 9 and span.start == start < span.end
 
 
 def training_routes(service: Service) -> APIRouter:

@@ -4,9 +4,10 @@ Each dialect turns its body into the fields of `/v1/completions`, so that limits
 `routes_generate.py` chooses the dialect of a body.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
+from operator import attrgetter
 from typing import Any
 
 from pydantic import BaseModel
@@ -15,7 +16,9 @@ from parallm.errors import InvalidRequest
 from parallm.server.failures import Failure
 from parallm.server.generation import ResponseBuilder, ResponseContext, StreamBuilder
 from parallm.server.openai.completion_schemas import CompletionBody
+from parallm.server.openai.logprobs import finite
 from parallm.server.schemas import Wire, checked
+from parallm.types import Completion
 
 RESPONSE_FIELDS = ("collect_trajectory", "echo", "prompt_logprobs", "return_tokens_as_token_ids")
 """Fields of `/v1/completions` that change the answer, for which a dialect needs a place in its own."""
@@ -40,8 +43,8 @@ class Dialect:
     name: str
     read: Callable[[Mapping[str, Any]], DialectRequest]
     """Reads a JSON object that names its `model`. Raises InvalidRequest."""
-    refusal: Callable[[Failure], BaseModel]
-    """Makes the body of an error's answer."""
+    refusal: Callable[[Failure], BaseModel] = attrgetter("answer")
+    """Makes the body of an error's answer; OpenAI's form without it."""
 
 
 class VllmErrorDetail(Wire):
@@ -64,14 +67,18 @@ def completion_body(fields: Mapping[str, Any], *, has_prompt_logprobs: bool = Fa
     return checked(fields, CompletionBody)
 
 
+def positions(completion: Completion) -> Iterator[dict[int, float]]:
+    """Yield the log-probs of each position by token id: the sampled token, then the most likely ones."""
+    tops = completion.top_logprobs or ((),) * len(completion.tokens)
+    for token, logprob, top in zip(completion.tokens, completion.logprobs, tops, strict=True):
+        others = {likely.token: finite(likely.logprob) for likely in top if likely.token != token}
+        yield {token: finite(logprob)} | others
+
+
 def vllm_sampling_fields(params: Mapping[str, Any], *, has_text: bool) -> dict[str, Any]:
     """Return vLLM's SamplingParams as fields of `/v1/completions`, without those of text where there is none."""
     ignored = () if has_text else TEXT_FIELDS
     return {"max_tokens": VLLM_MAX_TOKENS} | {name: value for name, value in params.items() if name not in ignored}
-
-
-def openai_refusal(failure: Failure) -> BaseModel:
-    return failure.answer
 
 
 def vllm_refusal(failure: Failure) -> VllmError:

@@ -13,7 +13,7 @@ from pydantic import Field, RootModel
 
 from parallm.errors import InvalidRequest
 from parallm.server.catalog import version_of
-from parallm.server.dialects.dialect import Dialect, DialectRequest, completion_body, openai_refusal
+from parallm.server.dialects.dialect import Dialect, DialectRequest, completion_body
 from parallm.server.generation import ResponseContext, weight_versions
 from parallm.server.openai.completion_schemas import CompletionBody, Usage, WeightVersions
 from parallm.server.openai.logprobs import finite
@@ -69,7 +69,7 @@ def read_native(value: Mapping[str, Any]) -> DialectRequest:
     return DialectRequest(body=body, whole=lambda context: NativeBuilder(context, body))
 
 
-NATIVE = Dialect(name="native", read=read_native, refusal=openai_refusal)
+NATIVE = Dialect(name="native", read=read_native)
 
 
 class VersionedBody(Wire):
@@ -158,4 +158,4 @@ def read_versioned(value: Mapping[str, Any]) -> DialectRequest:
     )
 
 
-VERSIONED = Dialect(name="versioned", read=read_versioned, refusal=openai_refusal)
+VERSIONED = Dialect(name="versioned", read=read_versioned)

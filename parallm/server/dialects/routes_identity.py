@@ -9,7 +9,7 @@ from starlette.responses import Response
 from parallm.errors import Unavailable
 from parallm.server.catalog import served_policy, served_version
 from parallm.server.connection import json_response, while_connected
-from parallm.server.schemas import Wire
+from parallm.server.schemas import Done, Wire
 from parallm.server.service import Service
 from parallm.types import BASE, GenerationRequest, SamplingParams
 
@@ -47,10 +47,6 @@ class ModelInfo(WeightVersion):
     preferred_sampling_params: dict[str, float] | None
     """Sampling defaults of OpenAI's routes, if they differ from the API's."""
     max_model_len: int
-
-
-class Alive(Wire):
-    status: str
 
 
 def identity_routes(service: Service) -> APIRouter:
@@ -94,7 +90,7 @@ def identity_routes(service: Service) -> APIRouter:
             model=BASE,
         )
         await while_connected(http.receive, service.gateway.generate(request))
-        return json_response(Alive(status="ok"))
+        return json_response(Done(status="ok"))
 
     return router
 

@@ -121,21 +121,6 @@ class SglangRows(RootModel[list[SglangRow]]):
     pass
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SglangOptions:
-    """Parts of the answer that the client asks for."""
-
-    is_batch: bool
-    """Whether prompts came in a list, so that answers do."""
-    logprobs: bool
-    prompt_from: int
-    """Index of the first token of the prompt with a log-prob in the answer; -1: none."""
-    texts_in_logprobs: bool
-    special_tokens: bool
-    stop: bool
-    """Whether the text includes the stop string or the last token."""
-
-
 @dataclass(slots=True)
 class _StreamedChoice:
     """One choice of a stream so far."""
@@ -143,22 +128,35 @@ class _StreamedChoice:
     text: str = ""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    tops: list[tuple[TopLogprob, ...]] = field(default_factory=list)
+    top_logprobs: list[tuple[TopLogprob, ...]] = field(default_factory=list)
 
 
 class SglangBuilder:
     """Builds whole answers, and chunks that repeat what it has streamed of each choice."""
 
-    def __init__(self, context: ResponseContext, body: CompletionBody, options: SglangOptions) -> None:
+    def __init__(
+        self,
+        context: ResponseContext,
+        *,
+        body: CompletionBody,
+        own: SglangBody,
+        is_batch: bool,
+        special_tokens: bool,
+        keeps_stop: bool,
+    ) -> None:
+        """`is_batch`: prompts came in a list, so that answers do; `keeps_stop`: texts have what has ended them."""
         self.context = context
         self._body = body
-        self._options = options
+        self._own = own
+        self._is_batch = is_batch
+        self._special_tokens = special_tokens
+        self._keeps_stop = keeps_stop
         self._began = time.perf_counter()
         self._streamed: dict[int, _StreamedChoice] = {}
 
     def whole(self, model: str, completions: Sequence[Sequence[Completion]]) -> SglangRow | SglangRows:
         rows = [self._row(prompt, completion) for prompt, group in enumerate(completions) for completion in group]
-        return SglangRows(rows) if self._options.is_batch or len(rows) > 1 else rows[0]
+        return SglangRows(rows) if self._is_batch or len(rows) > 1 else rows[0]
 
     def opening(self, model: str) -> list[SglangRow]:
         return []
@@ -169,14 +167,11 @@ class SglangBuilder:
         choice.text += event.text
         choice.tokens += event.tokens
         choice.logprobs += event.logprobs
-        choice.tops += event.top_logprobs
+        choice.top_logprobs += event.top_logprobs
         if event.completion is not None:  # the last chunk has it
             return None
-        text = (
-            self.context.tokenizer.decode(choice.tokens, special=True) if self._options.special_tokens else choice.text
-        )
-        meta = self._meta(prompt, index, None, choice.tokens, choice.logprobs, choice.tops)
-        return SglangRow(text=text, output_ids=choice.tokens, meta_info=meta, index=index)
+        text = self.context.tokenizer.decode(choice.tokens, special=True) if self._special_tokens else choice.text
+        return SglangRow(text=text, output_ids=choice.tokens, meta_info=self._meta(prompt, choice), index=index)
 
     def final_chunk(self, model: str, prompt: int, completion: Completion) -> SglangRow:
         return self._row(prompt, completion)
@@ -186,35 +181,26 @@ class SglangBuilder:
 
     def _row(self, prompt: int, completion: Completion) -> SglangRow:
         index = self.context.choice_index(prompt, completion.index)
-        meta = self._meta(prompt, index, completion, completion.tokens, completion.logprobs, completion.top_logprobs)
+        meta = self._meta(prompt, completion)
         text = self._text(completion, meta.finish_reason)
         return SglangRow(text=text, output_ids=list(completion.tokens), meta_info=meta, index=index)
 
     def _text(self, completion: Completion, reason: FinishReason | None) -> str:
-        if not self._options.special_tokens and not self._options.stop:
+        if not self._special_tokens and not self._keeps_stop:
             return completion.text
-        matched = reason.matched if reason is not None else None
-        trims = not self._options.stop
-        tokens = completion.tokens[:-1] if trims and isinstance(matched, int) else completion.tokens
-        text = self.context.tokenizer.decode(tokens, special=self._options.special_tokens)
-        return text.partition(matched)[0] if trims and isinstance(matched, str) else text
+        matched = None if reason is None or self._keeps_stop else reason.matched
+        tokens = completion.tokens[:-1] if isinstance(matched, int) else completion.tokens
+        text = self.context.tokenizer.decode(tokens, special=self._special_tokens)
+        return text.partition(matched)[0] if isinstance(matched, str) else text
 
-    def _meta(
-        self,
-        prompt: int,
-        index: int,
-        completion: Completion | None,
-        tokens: Sequence[int],
-        logprobs: Sequence[float],
-        tops: Sequence[Sequence[TopLogprob]],
-    ) -> MetaInfo:
-        request = self.context.requests[prompt]
+    def _meta(self, prompt: int, choice: Completion | _StreamedChoice) -> MetaInfo:
+        request, completion = self.context.requests[prompt], choice if isinstance(choice, Completion) else None
         version = None if completion is None else version_of(completion)
         meta = MetaInfo(
             id=self._body.request_id or self.context.answer_id,
             finish_reason=None if completion is None else self._finish_reason(completion, request),
             prompt_tokens=len(request.prompt_tokens),
-            completion_tokens=len(tokens),
+            completion_tokens=len(choice.tokens),
             cached_tokens=0 if completion is None else completion.num_cached_prompt_tokens,
             e2e_latency=time.perf_counter() - self._began,
             logprobs_mode="temperature",
@@ -223,33 +209,34 @@ class SglangBuilder:
             weight_version=None if version is None else str(version),
             weight_versions=[] if completion is None else weight_versions(completion),
         )
-        if not self._options.logprobs:
+        if not self._own.return_logprob:
             return meta
+        pairs = zip(choice.logprobs, choice.tokens, strict=True)
         update: dict[str, object] = {"input_token_logprobs": self._prompt_logprobs(request, completion)}
-        update["output_token_logprobs"] = [self._logprob(*pair) for pair in zip(logprobs, tokens, strict=True)]
+        update["output_token_logprobs"] = [self._logprob(*pair) for pair in pairs]
         if self._body.logprobs:
-            update["output_top_logprobs"] = [self._tops(top) for top in tops]
-            if self._options.prompt_from >= 0:
+            update["output_top_logprobs"] = [self._tops(top) for top in choice.top_logprobs]
+            if self._own.logprob_start_len >= 0:
                 update["input_top_logprobs"] = self._prompt_tops(completion)
         return meta.model_copy(update=update)
 
     def _prompt_logprobs(self, request: GenerationRequest, completion: Completion | None) -> list[Logprob]:
         scored = None if completion is None else completion.prompt_logprobs
-        if self._options.prompt_from < 0 or scored is None:
+        if self._own.logprob_start_len < 0 or scored is None:
             return []
         pairs = zip(scored, request.prompt_tokens, strict=True)
         whole = [self._logprob(None if score is None else score.logprob, token) for score, token in pairs]
-        return whole[self._options.prompt_from :]
+        return whole[self._own.logprob_start_len :]
 
     def _prompt_tops(self, completion: Completion | None) -> list[list[Logprob] | None]:
         scored = () if completion is None else completion.prompt_logprobs or ()
-        return [None if token is None else self._tops(token.top) for token in scored[self._options.prompt_from :]]
+        return [None if token is None else self._tops(token.top) for token in scored[self._own.logprob_start_len :]]
 
     def _tops(self, top: Sequence[TopLogprob]) -> list[Logprob]:
         return [self._logprob(likely.logprob, likely.token) for likely in top]
 
     def _logprob(self, logprob: float | None, token: int) -> Logprob:
-        text = self.context.tokenizer.token_text(token) if self._options.texts_in_logprobs else None
+        text = self.context.tokenizer.token_text(token) if self._own.return_text_in_logprobs else None
         return None if logprob is None else finite(logprob), token, text
 
     def _finish_reason(self, completion: Completion, request: GenerationRequest) -> FinishReason:
@@ -289,7 +276,7 @@ def read(value: Mapping[str, Any]) -> DialectRequest:
     prompts = own.text if own.input_ids is None else own.input_ids
     params = dict(own.sampling_params)
     given = value["text" if own.input_ids is None else "input_ids"]
-    options = _options(own, params, is_batch=isinstance(given, list) and not is_tokens(given))
+    special, keeps = _text_options(params)
     fields = {
         "max_tokens": DEFAULT_MAX_TOKENS,
         **{RENAMED.get(name, name): item for name, item in params.items()},
@@ -303,7 +290,8 @@ def read(value: Mapping[str, Any]) -> DialectRequest:
         "step_id": own.step_id,
     }
     body = completion_body(fields, has_prompt_logprobs=True)
-    answers = partial(SglangBuilder, body=body, options=options)
+    is_batch = isinstance(given, list) and not is_tokens(given)
+    answers = partial(SglangBuilder, body=body, own=own, is_batch=is_batch, special_tokens=special, keeps_stop=keeps)
     return DialectRequest(body=body, whole=answers, stream=answers)
 
 
@@ -311,21 +299,13 @@ def _refusal(failure: Failure) -> SglangError:
     return SglangError(error=SglangErrorDetail(message=failure.answer.error.message))
 
 
-def _options(own: SglangBody, params: dict[str, Any], *, is_batch: bool) -> SglangOptions:
-    """Return the options; takes those of the text out of `params`."""
-    defaults = {"skip_special_tokens": True, "no_stop_trim": False}
-    chosen = {name: params.pop(name, default) for name, default in defaults.items()}
-    for name, value in chosen.items():
+def _text_options(params: dict[str, Any]) -> tuple[bool, bool]:
+    """Take out of `params` whether the text has special tokens, and whether it keeps what has ended it."""
+    skips, keeps = params.pop("skip_special_tokens", True), params.pop("no_stop_trim", False)
+    for name, value in (("skip_special_tokens", skips), ("no_stop_trim", keeps)):
         if not isinstance(value, bool):
             raise InvalidRequest(f"sampling_params.{name} should be true or false", f"sampling_params.{name}")
-    return SglangOptions(
-        is_batch=is_batch,
-        logprobs=own.return_logprob,
-        prompt_from=own.logprob_start_len,
-        texts_in_logprobs=own.return_text_in_logprobs,
-        special_tokens=not chosen["skip_special_tokens"],
-        stop=chosen["no_stop_trim"],
-    )
+    return not skips, keeps
 
 
 SGLANG = Dialect(name="sglang", read=read, refusal=_refusal)

@@ -5,11 +5,10 @@ from typing import Annotated, Any
 
 from pydantic import Field, PlainValidator
 
-from parallm.server.dialects.dialect import Dialect, DialectRequest, completion_body, vllm_sampling_fields
+from parallm.server.dialects.dialect import Dialect, DialectRequest, completion_body, positions, vllm_sampling_fields
 from parallm.server.failures import Failure
 from parallm.server.generation import ResponseContext, weight_versions
 from parallm.server.openai.completion_schemas import WeightVersions, read_prompts
-from parallm.server.openai.logprobs import finite
 from parallm.server.schemas import Wire, checked
 from parallm.types import Completion
 
@@ -50,9 +49,12 @@ class TrlBuilder:
 
     def whole(self, model: str, completions: Sequence[Sequence[Completion]]) -> TrlAnswer:
         flat = [completion for group in completions for completion in group]
-        ranked = [_ranked(completion) for completion in flat]
-        logprobs = [[[logprob for _, logprob in tokens] for tokens in positions] for positions in ranked]
-        token_ids = [[[token for token, _ in tokens] for tokens in positions] for positions in ranked]
+        ranked = [
+            [sorted(tokens.items(), key=lambda pair: -pair[1]) for tokens in positions(completion)]
+            for completion in flat
+        ]
+        logprobs = [[[logprob for _, logprob in tokens] for tokens in own] for own in ranked]
+        token_ids = [[[token for token, _ in tokens] for tokens in own] for own in ranked]
         return TrlAnswer(
             prompt_ids=[list(request.prompt_tokens) for request in self.context.requests],
             completion_ids=[list(completion.tokens) for completion in flat],
@@ -61,15 +63,6 @@ class TrlBuilder:
             finish_reasons=[completion.finish_reason for completion in flat],
             weight_versions=[weight_versions(completion) for completion in flat],
         )
-
-
-def _ranked(completion: Completion) -> list[list[tuple[int, float]]]:
-    tops = completion.top_logprobs or ((),) * len(completion.tokens)
-    positions = [
-        {token: finite(logprob)} | {likely.token: finite(likely.logprob) for likely in top}
-        for token, logprob, top in zip(completion.tokens, completion.logprobs, tops, strict=True)
-    ]
-    return [sorted(tokens.items(), key=lambda pair: -pair[1]) for tokens in positions]
 
 
 def read(value: Mapping[str, Any]) -> DialectRequest:

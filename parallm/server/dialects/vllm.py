@@ -12,7 +12,14 @@ from pydantic import Field
 
 from parallm.errors import InvalidRequest, Unavailable
 from parallm.server.catalog import version_of
-from parallm.server.dialects.dialect import Dialect, DialectRequest, completion_body, vllm_refusal, vllm_sampling_fields
+from parallm.server.dialects.dialect import (
+    Dialect,
+    DialectRequest,
+    completion_body,
+    positions,
+    vllm_refusal,
+    vllm_sampling_fields,
+)
 from parallm.server.generation import ResponseContext, weight_versions
 from parallm.server.openai.completion_schemas import CompletionBody, RankedLogprob, Usage, WeightVersions
 from parallm.server.openai.logprobs import PromptLogprobs, finite, prompt_logprobs
@@ -63,7 +70,7 @@ class LegacyBuilder:
             prompt_token_ids=list(prompt),
             token_ids=[list(choice.tokens) for choice in choices],
             finish_reasons=[choice.finish_reason for choice in choices],
-            logprobs=None if self._body.logprobs is None else [_positions(choice) for choice in choices],
+            logprobs=None if self._body.logprobs is None else [_legacy_logprobs(choice) for choice in choices],
             prompt_logprobs=_prompt_logprobs(choices[0], self._body.prompt_logprobs),
             logprobs_mode="temperature",
             request_id=self._body.request_id or self.context.answer_id,
@@ -74,15 +81,8 @@ class LegacyBuilder:
         )
 
 
-def _positions(completion: Completion) -> list[Position]:
-    tops = completion.top_logprobs or ((),) * len(completion.tokens)
-    return [
-        [
-            {str(token): finite(logprob)}
-            | {str(likely.token): finite(likely.logprob) for likely in top if likely.token != token}
-        ]
-        for token, logprob, top in zip(completion.tokens, completion.logprobs, tops, strict=True)
-    ]
+def _legacy_logprobs(completion: Completion) -> list[Position]:
+    return [[{str(token): logprob for token, logprob in tokens.items()}] for tokens in positions(completion)]
 
 
 def _prompt_logprobs(completion: Completion, limit: int | None) -> list[dict[str, float] | None] | None:

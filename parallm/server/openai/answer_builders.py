@@ -38,12 +38,9 @@ class AnswerBuilder:
 
     def __init__(self, context: ResponseContext) -> None:
         self.context = context
-        echo: dict[str, Any] = {
-            "request_id": context.body.request_id,
-            "step_id": context.body.step_id,
-            "logprobs_mode": "temperature" if context.logprobs else None,
-        }
-        self._echo = {name: value for name, value in echo.items() if value is not None}
+        self._echo = context.body.model_dump(include={"request_id", "step_id"}, exclude_none=True)
+        if context.logprobs:
+            self._echo["logprobs_mode"] = "temperature"
 
     def _answer(
         self,
@@ -54,11 +51,12 @@ class AnswerBuilder:
         usage: Usage | None = None,
         **fields: Any,
     ) -> AnyAnswer:
-        if usage or self.context.usage_chunk:
+        if usage or self.context.stream_options.include_usage:
             # clients that asked for usage get the field, null, in every other chunk
             fields["usage"] = usage
         answer_id, created = self.context.answer_id, self.context.created
-        return kind(id=answer_id, object=name, created=created, model=model, choices=choices, **fields, **self._echo)
+        fields |= self._echo
+        return kind(id=answer_id, object=name, created=created, model=model, choices=list(choices), **fields)
 
     def _is_shown(self, event: TokenEvent) -> bool:
         """Return whether there is a chunk for the event's tokens, although it may have no text."""
@@ -86,17 +84,15 @@ class CompletionBuilder(AnswerBuilder):
         choices = [
             self._whole_choice(prompt, completion) for prompt, group in enumerate(completions) for completion in group
         ]
-        return self._chunk(model, choices, self.context.whole_usage(completions))
+        return self._chunk(model, *choices, usage=self.context.whole_usage(completions))
 
     def opening(self, model: str) -> list[CompletionAnswer]:
         if not self._body.echo:
             return []
-        choices = [
-            CompletionChoice(index=prompt * self._body.n + index, text=text, logprobs=None, **_provenance(None))
-            for prompt, text in enumerate(map(self._prompt_text, range(len(self._body.prompt))))
-            for index in range(self._body.n)
+        numbered = ((prompt, index) for prompt in range(len(self._body.prompt)) for index in range(self._body.n))
+        return [
+            self._chunk(model, self._choice(prompt, index, self._prompt_text(prompt))) for prompt, index in numbered
         ]
-        return [self._chunk(model, [choice]) for choice in choices]
 
     def text_chunk(self, model: str, prompt: int, event: TokenEvent) -> CompletionAnswer | None:
         if not (event.text or self._is_shown(event)):
@@ -106,24 +102,27 @@ class CompletionBuilder(AnswerBuilder):
         logprobs = completion_logprobs(event, self.context.token_text, offset) if self.context.logprobs else None
         self._offsets[index] = offset + (sum(map(len, logprobs.tokens)) if logprobs else 0)
         ids = self._choice_ids(event.tokens, prompt if is_first else None)
-        return self._chunk(
-            model, [CompletionChoice(index=index, text=event.text, logprobs=logprobs, **_provenance(None), **ids)]
-        )
+        return self._chunk(model, self._choice(prompt, event.index, event.text, logprobs=logprobs, **ids))
 
     def final_chunk(self, model: str, prompt: int, completion: Completion) -> CompletionAnswer:
-        index = self.context.choice_index(prompt, completion.index)
-        return self._chunk(model, [CompletionChoice(index=index, text="", logprobs=None, **_provenance(completion))])
+        return self._chunk(model, self._choice(prompt, completion.index, "", **_provenance(completion)))
 
     def usage_chunk(self, model: str, usage: Usage) -> CompletionAnswer:
-        return self._chunk(model, [], usage)
+        return self._chunk(model, usage=usage)
 
-    def _chunk(self, model: str, choices: list[CompletionChoice], usage: Usage | None = None) -> CompletionAnswer:
+    def _chunk(self, model: str, *choices: CompletionChoice, usage: Usage | None = None) -> CompletionAnswer:
         return self._answer(CompletionAnswer, "text_completion", model, choices, usage)
 
+    def _choice(self, prompt: int, index: int, text: str, **fields: Any) -> CompletionChoice:
+        """Build a choice that goes on, unless `fields` say how it ended."""
+        fields = {"logprobs": None, **_provenance(None), **fields}
+        return CompletionChoice(index=self.context.choice_index(prompt, index), text=text, **fields)
+
     def _whole_choice(self, prompt: int, completion: Completion) -> CompletionChoice:
-        return CompletionChoice(
-            index=self.context.choice_index(prompt, completion.index),
-            text=self._prompt_text(prompt) + completion.text if self._body.echo else completion.text,
+        return self._choice(
+            prompt,
+            completion.index,
+            self._prompt_text(prompt) + completion.text if self._body.echo else completion.text,
             logprobs=self._logprobs(prompt, completion),
             **_provenance(completion),
             **self._choice_ids(completion.tokens, prompt),
@@ -166,43 +165,32 @@ class ChatBuilder(AnswerBuilder):
     def opening(self, model: str) -> list[ChatChunk]:
         """Build the role of each choice; the first chunk has the prompt's token ids, where asked for."""
         role = ChatText(role="assistant", content="")
-        choices = [
-            ChatChunkChoice(index=index, delta=role, logprobs=None, **_provenance(None))
-            for index in range(self.context.requests[0].n)
-        ]
-        return [self._chunk(model, [choice], **({} if choice.index else self._prompt_ids())) for choice in choices]
+        chunks = [self._chunk(model, self._choice(index, role)) for index in range(self.context.requests[0].n)]
+        return [chunks[0].model_copy(update=self._prompt_ids()), *chunks[1:]]
 
     def text_chunk(self, model: str, prompt: int, event: TokenEvent) -> ChatChunk | None:
         part = self._parsers[event.index].read(event.text)
         if not (part or self._is_shown(event)):
             return None
-        choice = ChatChunkChoice(
-            index=event.index,
-            delta=self._delta(event.index, part),
-            logprobs=chat_logprobs(event, self.context.token_text) if self.context.logprobs else None,
-            **_provenance(None),
-            **self._ids("token_ids", event.tokens),
-        )
-        return self._chunk(model, [choice])
+        logprobs = chat_logprobs(event, self.context.token_text) if self.context.logprobs else None
+        ids = self._ids("token_ids", event.tokens)
+        return self._chunk(model, self._choice(event.index, self._delta(event.index, part), logprobs=logprobs, **ids))
 
     def final_chunk(self, model: str, prompt: int, completion: Completion) -> ChatChunk:
         index, parser = completion.index, self._parsers[completion.index]
         part = parser.finish()
-        choice = ChatChunkChoice(
-            index=index,
-            delta=self._delta(index, part) if part else ChatText(),
-            logprobs=None,
-            **_provenance(completion, has_calls=parser.num_calls > 0),
-        )
-        return self._chunk(model, [choice])
+        delta = self._delta(index, part) if part else ChatText()
+        return self._chunk(model, self._choice(index, delta, **_provenance(completion, has_calls=parser.num_calls > 0)))
 
     def usage_chunk(self, model: str, usage: Usage) -> ChatChunk:
-        return self._chunk(model, [], usage)
+        return self._chunk(model, usage=usage)
 
-    def _chunk(
-        self, model: str, choices: list[ChatChunkChoice], usage: Usage | None = None, **fields: Any
-    ) -> ChatChunk:
-        return self._answer(ChatChunk, "chat.completion.chunk", model, choices, usage, **fields)
+    def _chunk(self, model: str, *choices: ChatChunkChoice, usage: Usage | None = None) -> ChatChunk:
+        return self._answer(ChatChunk, "chat.completion.chunk", model, choices, usage)
+
+    def _choice(self, index: int, delta: ChatText, **fields: Any) -> ChatChunkChoice:
+        """Build a choice that goes on, unless `fields` say how it ended."""
+        return ChatChunkChoice(index=index, delta=delta, **{"logprobs": None, **_provenance(None), **fields})
 
     def _whole_choice(self, completion: Completion) -> ChatChoice:
         part = parse_whole(self._new_parser(), completion.text)

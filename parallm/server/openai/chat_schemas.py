@@ -107,12 +107,8 @@ def read_tool_choice(value: object) -> object:
     raise ValueError('should be "none", "auto", "required" or an object that names a function')
 
 
-class TextFormat(Wire):
-    type: Literal["text"]
-
-
-class JsonFormat(Wire):
-    type: Literal["json_object"]
+class PlainFormat(Wire):
+    type: Literal["text", "json_object"]
 
 
 class JsonSchema(Wire):
@@ -129,7 +125,7 @@ class SchemaFormat(Wire):
     json_schema: JsonSchema
 
 
-ResponseFormat = Annotated[TextFormat | JsonFormat | SchemaFormat, Field(discriminator="type")]
+ResponseFormat = Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")]
 
 
 class ChatBody(GenerationBody):

@@ -8,7 +8,7 @@ from typing import Any
 
 from parallm.conversation import GrammarForm, GrammarSource
 from parallm.errors import InvalidRequest
-from parallm.server.openai.chat_schemas import ChatBody, JsonFormat, NamedTool, SchemaFormat, Tool
+from parallm.server.openai.chat_schemas import ChatBody, NamedTool, PlainFormat, SchemaFormat, Tool
 from parallm.server.openai.completion_schemas import GenerationBody, StructuredOutputs
 from parallm.server.openai.translate import template_tools
 from parallm.server.service import Service
@@ -26,7 +26,7 @@ def chat_grammar(body: ChatBody) -> GrammarSource | None:
     """Return the grammar of a chat's answer. Raises InvalidRequest if several fields ask for different forms."""
     sources = _vllm_forms(body)
     match body.response_format:
-        case JsonFormat():
+        case PlainFormat(type="json_object"):
             sources.append(_source("json", ANY_OBJECT, "response_format"))
         case SchemaFormat(json_schema=schema):
             sources.append(_source("json", schema.json_schema, "response_format"))

@@ -10,11 +10,10 @@ from parallm.server.openai.chat_schemas import (
     CallId,
     Effort,
     FunctionTool,
-    JsonFormat,
     JsonSchema,
     Name,
     NamedFunction,
-    TextFormat,
+    PlainFormat,
 )
 from parallm.server.schemas import FIRST_FAULT, MAX_INT, Wire, text_parts
 
@@ -102,11 +101,11 @@ class ResponseSchemaFormat(JsonSchema):
     type: Literal["json_schema"]
 
 
-TextConfigFormat = Annotated[TextFormat | JsonFormat | ResponseSchemaFormat, Field(discriminator="type")]
+TextConfigFormat = Annotated[PlainFormat | ResponseSchemaFormat, Field(discriminator="type")]
 
 
 class TextConfig(Wire):
-    format: TextConfigFormat = TextFormat(type="text")
+    format: TextConfigFormat = PlainFormat(type="text")
     verbosity: Literal["medium"] | None = None
 
 

@@ -93,92 +93,54 @@ def _digest_of(text: str, where: str) -> bytes:
 
 Role = Literal["public"] | KeyRole
 
-ROLES: Mapping[str, Role] = {
-    "GET /health": "public",
-    "GET /ready": "public",
-    "GET /metrics": "inference",
-    "GET /models": "inference",
-    "GET /v1/metrics": "inference",
-    "GET /v1/models": "inference",
-    "GET /v1/models/{name}": "inference",
-    "GET /get_model_info": "inference",
-    "GET /get_weight_version": "inference",
-    "GET /get_world_size": "inference",
-    "GET /get_world_size/": "inference",
-    "GET /health_generate": "inference",
-    "GET /is_paused": "inference",
-    "GET /model_info": "inference",
-    "GET /v1/adapters": "inference",
-    "GET /v1/queue": "inference",
-    "GET /v1/queue/stats": "inference",
-    "GET /v1/shares": "inference",
-    "GET /v1/splits": "inference",
-    "GET /v1/trajectories": "inference",
-    "GET /weight_info": "inference",
-    "POST //generate": "inference",
-    "POST /detokenize": "inference",
-    "POST /generate": "inference",
-    "POST /generate/": "inference",
-    "POST /inference/v1/generate": "inference",
-    "POST /tokenize": "inference",
-    "POST /v1/requests/{request_id}/cancel": "inference",
-    "POST /v1/rewards": "inference",
-    "POST /v1/rewards/score": "inference",
-    "POST /v1/chat/completions": "inference",
-    "POST /v1/completions": "inference",
-    "POST /v1/responses": "inference",
-    "POST /v1/trajectories/{trajectory_id}/reward": "inference",
-    "GET /debug/training": "training",
-    "GET /v1/training/status": "training",
-    "POST /training/checkpoint": "training",
-    "POST /v1/training/checkpoint": "training",
-    "POST /v1/training/pause": "training",
-    "POST /v1/training/resume": "training",
-    "POST /v1/training/update": "training",
-    "DELETE /v1/adapters/{model}": "admin",
-    "DELETE /v1/adapters/{name}/aliases/{alias}": "admin",
-    "DELETE /v1/splits/{name}": "admin",
-    "GET /flush_cache": "admin",
-    "POST /abort_request": "admin",
-    "POST /abort_requests": "admin",
-    "POST /areal_continue_generation": "admin",
-    "POST /areal_pause_generation": "admin",
-    "POST /continue_generation": "admin",
-    "POST /finish_weight_update": "admin",
-    "POST /flush_cache": "admin",
-    "POST /init_communicator/": "admin",
-    "POST /init_weight_transfer_engine": "admin",
-    "POST /init_weights_update_group": "admin",
-    "POST /load_adapter": "admin",
-    "POST /load_lora_adapter": "admin",
-    "POST /load_lora_adapter_from_tensors": "admin",
-    "POST /model/switch-lora": "admin",
-    "POST /pause": "admin",
-    "POST /pause_generation": "admin",
-    "POST /reset_prefix_cache": "admin",
-    "POST /resume": "admin",
-    "POST /skyrl/v1/load_lora_adapter": "admin",
-    "POST /start_weight_update": "admin",
-    "POST /unload_lora_adapter": "admin",
-    "POST /update_adapter_weights": "admin",
-    "POST /update_named_param/": "admin",
-    "POST /update_weights": "admin",
-    "POST /update_weights_from_disk": "admin",
-    "POST /update_weights_from_distributed": "admin",
-    "POST /update_weights_from_tensor": "admin",
-    "POST /upload_adapter": "admin",
-    "POST /v1/adapters/aliases": "admin",
-    "POST /v1/adapters/load": "admin",
-    "POST /v1/adapters/promote": "admin",
-    "POST /v1/adapters/rollback": "admin",
-    "POST /v1/load_lora_adapter": "admin",
-    "POST /v1/unload_lora_adapter": "admin",
-    "POST /v1/warmup": "admin",
-    "PUT /v1/adapters/{name}": "admin",
-    "PUT /v1/shares": "admin",
-    "PUT /v1/splits/{name}": "admin",
+_ROUTES: Mapping[Role, Mapping[str, str]] = {
+    "public": {"GET": "/health /ready"},
+    "inference": {
+        "GET": """
+            /models /v1/models /v1/models/{name}
+            /model_info /get_model_info /get_weight_version /weight_info /get_world_size /get_world_size/
+            /health_generate /is_paused /metrics /v1/metrics /v1/queue /v1/queue/stats
+            /v1/adapters /v1/shares /v1/splits /v1/trajectories
+        """,
+        "POST": """
+            /v1/chat/completions /v1/completions /v1/responses
+            /generate /generate/ //generate /inference/v1/generate /tokenize /detokenize
+            /v1/requests/{request_id}/cancel
+            /v1/rewards /v1/rewards/score /v1/trajectories/{trajectory_id}/reward
+        """,
+    },
+    "training": {
+        "GET": "/debug/training /v1/training/status",
+        "POST": """
+            /v1/training/pause /v1/training/resume /v1/training/update
+            /training/checkpoint /v1/training/checkpoint
+        """,
+    },
+    "admin": {
+        "GET": "/flush_cache",
+        "PUT": "/v1/adapters/{name} /v1/shares /v1/splits/{name}",
+        "DELETE": "/v1/adapters/{model} /v1/adapters/{name}/aliases/{alias} /v1/splits/{name}",
+        "POST": """
+            /pause /pause_generation /areal_pause_generation
+            /resume /continue_generation /areal_continue_generation
+            /abort_request /abort_requests /flush_cache /reset_prefix_cache /v1/warmup
+            /v1/adapters/load /v1/adapters/promote /v1/adapters/rollback /v1/adapters/aliases
+            /load_adapter /upload_adapter /update_adapter_weights /model/switch-lora
+            /load_lora_adapter /skyrl/v1/load_lora_adapter /v1/load_lora_adapter
+            /unload_lora_adapter /v1/unload_lora_adapter /load_lora_adapter_from_tensors
+            /init_communicator/ /init_weight_transfer_engine /init_weights_update_group
+            /start_weight_update /finish_weight_update /update_named_param/
+            /update_weights /update_weights_from_disk /update_weights_from_distributed /update_weights_from_tensor
+        """,
+    },
 }
-"""One row for each route; `create_app` refuses routes without one."""
+ROLES: Mapping[str, Role] = {
+    f"{method} {path}": role
+    for role, methods in _ROUTES.items()
+    for method, paths in methods.items()
+    for path in paths.split()
+}
+"""Role of each route; `create_app` refuses routes without one."""
 RANK: Mapping[Role, int] = {"public": 0, "inference": 1, "training": 2, "admin": 3}
 
 

@@ -13,6 +13,7 @@ import socket
 import ssl
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -73,6 +74,8 @@ class HttpConnection(H11Protocol):
         super().__init__(config, server_state, app_state)
         self.last_received = self.loop.time()
         """Time of the last bytes, on the clock of the event loop."""
+        self._progress: object = None
+        self._progressed = self.last_received
         self._is_open = False
         self._on_lost = on_lost
 
@@ -100,11 +103,13 @@ class HttpConnection(H11Protocol):
             return "leftover" if self.cycle.response_complete else "body"
         return "answer"
 
-    @property
-    def progress(self) -> object:
-        """A value that changes as long as the connection gets on."""
+    def seconds_without_progress(self) -> float:
+        """Return the seconds since the call that saw it get on for the last time. Called by each sweep."""
         num_unsent = self.transport.get_write_buffer_size() if self._is_open else 0
-        return self.phase, id(self.cycle), num_unsent
+        progress, now = (self.phase, id(self.cycle), num_unsent), self.loop.time()
+        if progress != self._progress:
+            self._progress, self._progressed = progress, now
+        return now - self._progressed
 
     def time_out(self) -> None:
         """Close it, with a 408 if a request has begun."""
@@ -126,14 +131,6 @@ class HttpConnection(H11Protocol):
         return bool(self.conn.trailing_data[0])
 
 
-@dataclass(slots=True)
-class _LastProgress:
-    """The progress of a connection at the last sweep, and the time of its last change."""
-
-    progress: object
-    since: float
-
-
 class Connections:
     """All connections of one listener, on the event loop only. `make` builds the connection of an accepted socket."""
 
@@ -149,7 +146,7 @@ class Connections:
         self._limit = limit
         self._stall_seconds = stall_seconds
         self._tls = tls
-        self._open: dict[HttpConnection, _LastProgress] = {}
+        self._open: set[HttpConnection] = set()
         self._last_warning = float("-inf")
 
     def __len__(self) -> int:
@@ -191,7 +188,7 @@ class Connections:
         connection = self._make(self._forget)
         if len(self._open) >= self._limit:
             connection.app = _probes_only(connection.app)
-        self._open[connection] = _LastProgress(None, connection.last_received)
+        self._open.add(connection)
         connection.opening = asyncio.create_task(self._set_up(connection, accepted))
         connection.opening.add_done_callback(lambda task: accepted.close() if task.cancelled() else None)
 
@@ -205,7 +202,7 @@ class Connections:
             self._forget(connection)
 
     def _forget(self, connection: HttpConnection) -> None:
-        self._open.pop(connection, None)
+        self._open.discard(connection)
 
     def _make_room(self) -> None:
         """Drop several connections that wait for their clients, the longest first, to make room for the next few."""
@@ -224,13 +221,10 @@ class Connections:
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(SECONDS_BETWEEN_SWEEPS)
-            now = asyncio.get_running_loop().time()
-            for connection, last in list(self._open.items()):
-                progress, phase = connection.progress, connection.phase
-                if progress != last.progress:
-                    last.progress, last.since = progress, now
+            for connection in list(self._open):
+                phase = connection.phase
                 limit = self._stall_seconds if phase == "unread" else MAX_SECONDS.get(phase, float("inf"))
-                if now - last.since > limit:
+                if connection.seconds_without_progress() > limit:
                     connection.time_out()
 
     def _warn(self, message: str) -> None:
@@ -394,7 +388,7 @@ class _Server(uvicorn.Server):
         await super().startup([])
         assert sockets, "the caller has bound the socket"
         connections = Connections(
-            self._connection,
+            partial(HttpConnection, self.config, self.server_state, self.lifespan.state),
             limit=connection_limit(self._settings),
             stall_seconds=self._settings.stall_seconds,
             tls=self.config.ssl,
@@ -413,6 +407,3 @@ class _Server(uvicorn.Server):
             self._connections.cancel()
             await asyncio.gather(self._connections, return_exceptions=True)
         await super().shutdown(sockets)
-
-    def _connection(self, on_lost: Callable[[HttpConnection], None]) -> HttpConnection:
-        return HttpConnection(self.config, self.server_state, self.lifespan.state, on_lost)

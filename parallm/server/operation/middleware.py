@@ -112,7 +112,7 @@ class Origins:
         if host is None or self._own_names is None:  # HTTP/1.0 needs none, and browsers always send one
             return
         name = _host_name(host)
-        if name not in self._own_names and not _is_address(name):
+        if name not in self._own_names and _address(name) is None:
             raise ForeignHost(
                 f"{host[:100]!r} is no name of this server; call it by its address or as localhost, or add the name "
                 "to server.allowed_hosts"
@@ -222,10 +222,8 @@ def _own_names(settings: ServerSettings, *, has_keys: bool) -> frozenset[str] | 
 
 
 def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+    address = _address(host)
+    return host == "localhost" if address is None else address.is_loopback
 
 
 def _host_name(host: str) -> str:
@@ -234,13 +232,12 @@ def _host_name(host: str) -> str:
     return "" if match is None else (match["address"] or match["name"]).lower()
 
 
-def _is_address(name: str) -> bool:
-    """Return whether this is an IP address, which no name service can make mean another machine."""
+def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """Return the IP address, which no name service can make mean another machine, or None for a name."""
     try:
-        ipaddress.ip_address(name)
+        return ipaddress.ip_address(name)
     except ValueError:
-        return False
-    return True
+        return None
 
 
 def _is_same_server(address: str, headers: Headers) -> bool:

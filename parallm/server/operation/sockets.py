@@ -74,7 +74,14 @@ def _bind_tcp(settings: ServerSettings) -> socket.socket:
         bound.listen(BACKLOG)
     except OSError as error:
         bound.close()
-        raise _listen_error(settings, error) from error
+        where = f"{settings.host}:{settings.port}"
+        message = f"cannot listen on {where}: {error}; change server.host=... or server.port=..."
+        if error.errno == errno.EADDRINUSE:
+            message = (
+                f"{where} is in use by another process; choose another port with server.port=..., let the system "
+                "choose with server.port=0, or run without HTTP: server.enabled=false"
+            )
+        raise ListenError(message) from error
     return bound
 
 
@@ -125,13 +132,3 @@ def _check_certificates(settings: ServerSettings) -> None:
             f"server.ssl_certfile={settings.ssl_certfile} with its key cannot be used: {error}; give PEM "
             "files, the key without a password"
         ) from error
-
-
-def _listen_error(settings: ServerSettings, error: OSError) -> ListenError:
-    where = f"{settings.host}:{settings.port}"
-    if error.errno == errno.EADDRINUSE:
-        return ListenError(
-            f"{where} is in use by another process; choose another port with server.port=..., let the system choose "
-            "with server.port=0, or run without HTTP: server.enabled=false"
-        )
-    return ListenError(f"cannot listen on {where}: {error}; change server.host=... or server.port=...")

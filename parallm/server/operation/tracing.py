@@ -3,39 +3,19 @@
 import importlib
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import urlsplit
 
 from parallm.errors import ConfigError
 from parallm.server.operation.request_context import RequestContext
-from parallm.types import GenerationRequest
+from parallm.types import Completion, GenerationRequest
 
 logger = logging.getLogger(__name__)
 
 PROVIDER = "parallm"
 EXPORTER = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FinishedRequest:
-    """One request to the engine, for its span. Times are of `time.perf_counter`."""
-
-    request: GenerationRequest
-    context: RequestContext | None
-    began: float
-    first_token: float | None
-    ended: float
-    finish_reasons: Sequence[str]
-    num_tokens: int
-    num_cached_tokens: int
-    """Tokens of the prompt that came from the prefix cache."""
-    model: str | None
-    """Version that has answered, if one has."""
-    error: str | None
-    """Name of the error's class."""
 
 
 class Traces:
@@ -50,19 +30,48 @@ class Traces:
         self._kind = _module("opentelemetry.trace").SpanKind.SERVER
         self._status = _module("opentelemetry.trace.status")
 
-    def record(self, finished: FinishedRequest) -> None:
-        operation = "chat" if _is_chat(finished.context) else "text_completion"
-        began = time.time_ns() - int(1e9 * (time.perf_counter() - finished.began))
+    def record(
+        self,
+        request: GenerationRequest,
+        context: RequestContext | None,
+        *,
+        began: float,
+        first_token: float | None,
+        completions: Sequence[Completion],
+        num_tokens: int,
+        model: str | None,
+        error: str | None,
+    ) -> None:
+        """Record a request that has ended now. Times are of `time.perf_counter`.
+
+        `model` is the version that has answered, if one has, and `error` the name of the error's class.
+        """
+        headers = {} if context is None else context.headers
+        is_chat = context is not None and context.route in ("/v1/chat/completions", "/v1/responses")
+        operation = "chat" if is_chat else "text_completion"
+        ended = time.time_ns()
+        cached = [completion.num_cached_prompt_tokens for completion in completions]
+        attributes = _request_attributes(request) | {
+            "gen_ai.operation.name": operation,
+            "gen_ai.response.model": model,
+            "gen_ai.response.finish_reasons": tuple(completion.finish_reason for completion in completions) or None,
+            "gen_ai.usage.cache_read.input_tokens": max(cached, default=0),
+            "gen_ai.usage.output_tokens": num_tokens,
+            "gen_ai.latency.time_to_first_token": first_token and first_token - began,
+            **_server_attributes(headers.get("host", "")),
+            "parallm.request_id": context and context.request_id,
+            "error.type": error,
+        }
         span = self._tracer.start_span(
-            f"{operation} {finished.request.model}",
-            context=self._propagator.extract({} if finished.context is None else finished.context.headers),
+            f"{operation} {request.model}",
+            context=self._propagator.extract(headers),
             kind=self._kind,
-            attributes=_attributes(finished, operation),
-            start_time=began,
+            attributes={name: value for name, value in attributes.items() if value is not None},
+            start_time=ended - int(1e9 * (time.perf_counter() - began)),
         )
-        if finished.error is not None:
+        if error is not None:
             span.set_status(self._status.StatusCode.ERROR)
-        span.end(began + int(1e9 * (finished.ended - finished.began)))
+        span.end(ended)
 
     def close(self) -> None:
         """Send the remaining spans."""
@@ -86,17 +95,11 @@ def exporting_traces(endpoint: str | None) -> Iterator[Traces | None]:
         traces.close()
 
 
-def _is_chat(context: RequestContext | None) -> bool:
-    return context is not None and context.route in ("/v1/chat/completions", "/v1/responses")
-
-
-def _attributes(finished: FinishedRequest, operation: str) -> Mapping[str, Any]:
-    sampling = finished.request.sampling
-    server = urlsplit("//" + ("" if finished.context is None else finished.context.headers.get("host", "")))
-    attributes = {
-        "gen_ai.operation.name": operation,
+def _request_attributes(request: GenerationRequest) -> dict[str, Any]:
+    sampling = request.sampling
+    return {
         "gen_ai.provider.name": PROVIDER,
-        "gen_ai.request.model": finished.request.model,
+        "gen_ai.request.model": request.model,
         "gen_ai.request.max_tokens": sampling.max_tokens,
         "gen_ai.request.temperature": sampling.temperature,
         "gen_ai.request.top_p": sampling.top_p,
@@ -105,27 +108,18 @@ def _attributes(finished: FinishedRequest, operation: str) -> Mapping[str, Any]:
         "gen_ai.request.presence_penalty": sampling.presence_penalty or None,
         "gen_ai.request.frequency_penalty": sampling.frequency_penalty or None,
         "gen_ai.request.stop_sequences": sampling.stop or None,
-        "gen_ai.request.choice.count": finished.request.n,
-        "gen_ai.response.id": finished.request.request_id,
-        "gen_ai.response.model": finished.model,
-        "gen_ai.response.finish_reasons": tuple(finished.finish_reasons) or None,
-        "gen_ai.usage.input_tokens": len(finished.request.prompt_tokens),
-        "gen_ai.usage.cache_read.input_tokens": finished.num_cached_tokens,
-        "gen_ai.usage.output_tokens": finished.num_tokens,
-        "gen_ai.latency.time_to_first_token": finished.first_token and finished.first_token - finished.began,
-        "server.address": server.hostname,
-        "server.port": _port(server),
-        "parallm.request_id": finished.context and finished.context.request_id,
-        "error.type": finished.error,
+        "gen_ai.request.choice.count": request.n,
+        "gen_ai.response.id": request.request_id,
+        "gen_ai.usage.input_tokens": len(request.prompt_tokens),
     }
-    return {name: value for name, value in attributes.items() if value is not None}
 
 
-def _port(server: SplitResult) -> int | None:
+def _server_attributes(host: str) -> dict[str, Any]:
+    server = urlsplit("//" + host)
     try:
-        return server.port
+        return {"server.address": server.hostname, "server.port": server.port}
     except ValueError:  # a client may send any host
-        return None
+        return {"server.address": server.hostname}
 
 
 def _module(name: str) -> Any:

@@ -14,18 +14,14 @@ from parallm.integrations.atropos.launcher import (
     command_of,
     with_free_port,
 )
-from parallm.integrations.atropos.trainer_client import Sizes
-from parallm.rollout.settings import AtroposSettings, EnvironmentProcess, StartSettings
+from parallm.rollout.settings import AtroposSettings, EnvironmentProcess, RolloutSettings, StartSettings
 
 CONTEXT = LaunchContext(
-    api="http://127.0.0.1:8001",
+    rollout=RolloutSettings(problems_per_step=4, group_size=4, max_tokens=64),
     server="http://127.0.0.1:8000",
     recipes="/recipes",
     tokenizer="/model",
     model="policy",
-    sizes=Sizes(batch_size=16, max_token_len=512),
-    group_size=4,
-    max_tokens=64,
 )
 
 

@@ -84,9 +84,9 @@ class Posts:
 
         quarantine = Quarantine(folder)
         intake = Intake(
-            TypeAdapter(AtroposSettings).validate_python({}),
-            self.sample_store,
-            quarantine,
+            settings=TypeAdapter(AtroposSettings).validate_python({}),
+            sample_store=self.sample_store,
+            quarantine=quarantine,
             limits=Limits(max_tokens=64, num_token_ids=385),
             rescorer=Rescorer(never, "latest"),
             decode=str,

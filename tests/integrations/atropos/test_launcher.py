@@ -14,7 +14,7 @@ import pytest
 from parallm.integrations.atropos.launcher import LaunchContext, Launcher
 from parallm.integrations.atropos.source import AtroposFacts
 from parallm.integrations.atropos.trainer_client import ApiFacts, Sizes, TrajectoryApi
-from parallm.rollout.settings import AtroposSettings, EnvironmentProcess, StartSettings
+from parallm.rollout.settings import AtroposSettings, EnvironmentProcess, RolloutSettings, StartSettings
 
 # Says what a registered environment says, and its process id
 SCRIPT = """
@@ -35,21 +35,13 @@ class World:
         self.disconnected: list[int] = []
         self.api = ApiFacts()
         self.waiting_since: float | None = None
-        settings = StartSettings(
+        start = StartSettings(
             environments={"words": EnvironmentProcess(script="words.py", folder=str(folder))}, why_seconds=0.5
         )
+        rollout = RolloutSettings(atropos=AtroposSettings(url="http://127.0.0.1:1", start=start))
         api = TrajectoryApi(AtroposSettings(), httpx.MockTransport(self._answer))
-        context = LaunchContext(
-            api="http://127.0.0.1:1",
-            server="http://127.0.0.1:2",
-            recipes="",
-            tokenizer="",
-            model="policy",
-            sizes=SIZES,
-            group_size=4,
-            max_tokens=8,
-        )
-        self.launcher = Launcher(settings, context, folder, api=api, facts=self.facts)
+        context = LaunchContext(rollout=rollout, server="http://127.0.0.1:2", recipes="", tokenizer="", model="policy")
+        self.launcher = Launcher(context, folder, api=api, facts=self.facts)
 
     def facts(self) -> AtroposFacts:
         return AtroposFacts(

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from parallm.learner.loss.kl import kl_estimate, kl_k3
-from parallm.learner.loss.objective import Objective, token_weight
+from parallm.learner.loss.objective import PRESETS, Objective, token_weight
 from parallm.learner.loss.policy_loss import LossInputs, is_clipped, objective_loss
-from parallm.learner.loss.presets import PRESETS
 from parallm.learner.settings import Correction, KlEstimator, PolicyTerm
 
 LENGTHS = (5, 1, 8, 3, 7, 2)

@@ -8,8 +8,7 @@ import pytest
 import yaml
 
 from parallm.errors import ConfigError
-from parallm.learner.loss.objective import Objective
-from parallm.learner.loss.presets import PRESETS, resolve_objective
+from parallm.learner.loss.objective import PRESETS, Objective, resolve_objective
 from parallm.learner.settings import LearnerSettings, Preset
 
 CONF = Path(__file__).parents[3] / "conf" / "learner"

@@ -10,9 +10,16 @@ import numpy as np
 import pytest
 
 from parallm.errors import ConfigError
-from parallm.learner.loss.objective import Objective
+from parallm.learner.loss.objective import (
+    BOUNDS,
+    PRESETS,
+    SWITCHES,
+    TERMS_USING,
+    Objective,
+    resolve_objective,
+    unused_keys,
+)
 from parallm.learner.loss.policy_loss import LossInputs, objective_loss
-from parallm.learner.loss.presets import BOUNDS, PRESETS, SWITCHES, TERMS_USING, resolve_objective, unused_keys
 from parallm.learner.settings import Correction, KlPlacement, LearnerSettings, PolicyTerm
 
 OTHER_VALUES: Mapping[str, Any] = {

@@ -11,9 +11,8 @@ import pytest
 
 from parallm.device.streams import DeviceStreams
 from parallm.learner.loss.advantage import advantages
-from parallm.learner.loss.objective import Objective, token_weight
+from parallm.learner.loss.objective import PRESETS, Objective, token_weight
 from parallm.learner.loss.policy_loss import LossInputs, objective_loss
-from parallm.learner.loss.presets import PRESETS
 from parallm.learner.optimizer import ParameterLayout
 from parallm.learner.passes.batch import make_micro_batches
 from parallm.learner.passes.gradient import LoraWeights, PolicyGradient

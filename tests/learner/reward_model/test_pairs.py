@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from parallm.errors import ConfigError, ProblemError
-from parallm.learner.datasets import read_demonstrations
-from parallm.learner.reward_model.pairs import Pair, Pairs, read_pairs, to_group, to_scoring_request
+from parallm.learner.datasets import Dataset, Example, read_dataset, to_group
+from parallm.learner.reward_model import to_scoring_request
 from parallm.learner.settings import LearnerSettings
 from parallm.model.shared_model import SharedModel
 from parallm.types import Message
@@ -22,8 +22,8 @@ def write_lines(path: Path, *rows: Mapping[str, Any] | str) -> Path:
     return path
 
 
-def read(path: Path, **settings: Any) -> Pairs:
-    found = read_pairs(LearnerSettings(trains="reward_model", data=str(path), **settings), holds_out=True)
+def read(path: Path, **settings: Any) -> Dataset:
+    found = read_dataset(LearnerSettings(trains="reward_model", data=str(path), **settings), holds_out=True)
     assert found is not None
     return found
 
@@ -32,11 +32,11 @@ def test_a_line_is_a_prompt_or_messages_with_two_completions(tmp_path: Path) -> 
     turns = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "1 + 1?"}]
     data = write_lines(tmp_path / "a.jsonl", GOOD, "", {"messages": turns, "chosen": "2", "rejected": "4", "margin": 1})
     first, second = read(data, data_held_out=str(data)).train
-    assert (first.messages, first.chosen, first.rejected) == ((Message(role="user", content="1 + 1?"),), "2", "3")
-    assert first.margin == 0.0
+    assert (first.messages, first.completions) == ((Message(role="user", content="1 + 1?"),), ("2", "3"))
+    assert first.rewards == (0.0, 0.0)
     assert [message.role for message in second.messages] == ["system", "user"]
-    assert second.margin == 1.0
-    assert second.pair_id == "learner.data: line 3"
+    assert second.rewards == (1.0, 0.0)
+    assert second.example_id == "learner.data: line 3"
 
 
 def test_a_tenth_of_the_prompts_is_held_out_with_all_of_their_pairs(tmp_path: Path) -> None:
@@ -82,27 +82,23 @@ def test_of_the_held_out_file_the_key_is_named(tmp_path: Path) -> None:
 
 
 def test_settings_must_go_together() -> None:
-    reward_model = LearnerSettings(trains="reward_model", data="x")
-    assert read_pairs(LearnerSettings(), holds_out=True) is None
-    assert read_demonstrations(reward_model, holds_out=True) is None
     with pytest.raises(ConfigError, match=r"learner\.data: must be given"):
-        read_pairs(LearnerSettings(trains="reward_model"), holds_out=True)
-    with pytest.raises(ConfigError, match=r"learner\.clip_low belongs to the objectives of policies"):
-        read_pairs(LearnerSettings(trains="reward_model", data="x", clip_low=0.1), holds_out=True)
+        read_dataset(LearnerSettings(trains="reward_model"), holds_out=True)
+    with pytest.raises(ConfigError, match=r"learner\.clip_low=0.1 is about the loss of a policy"):
+        read_dataset(LearnerSettings(trains="reward_model", data="x", clip_low=0.1), holds_out=True)
 
 
 def test_without_evaluations_all_pairs_are_trained_on(tmp_path: Path) -> None:
     rows = [GOOD | {"prompt": f"{number} + 1?"} for number in range(50)]
     data = write_lines(tmp_path / "a.jsonl", *rows)
-    found = read_pairs(LearnerSettings(trains="reward_model", data=str(data)), holds_out=False)
+    found = read_dataset(LearnerSettings(trains="reward_model", data=str(data)), holds_out=False)
     assert found is not None
     assert (len(found.train), len(found.held_out)) == (50, 0)
 
 
-def a_pair(**changes: Any) -> Pair:
+def a_pair(rejected: str = "#### 8") -> Example:
     messages = (Message(role="user", content="Tom has 3 pens and gets 4 more. How many pens does Tom have now?"),)
-    values = {"pair_id": "line 7", "messages": messages, "chosen": "#### 7", "rejected": "#### 8", "margin": 0.5}
-    return Pair(**{**values, **changes})
+    return Example(example_id="line 7", messages=messages, completions=("#### 7", rejected), rewards=(0.5, 0.0))
 
 
 def test_both_completions_follow_one_prompt_and_end_with_the_end_of_the_turn(nano: SharedModel) -> None:

@@ -13,9 +13,7 @@ import pytest
 from parallm.device.streams import DeviceStreams
 from parallm.learner.adapter_learner import OptimizerStep
 from parallm.learner.passes.batch import make_passes
-from parallm.learner.reward_model.pairs import to_scoring_request
-from parallm.learner.reward_model.reward_learner import RewardLearner, pair_loss
-from parallm.learner.reward_model.scorer import split_completions
+from parallm.learner.reward_model import RewardLearner, pair_loss, split_completions, to_scoring_request
 from parallm.learner.settings import LearnerSettings
 from parallm.model.adapters.adapter import REWARD_HEAD, Adapter
 from parallm.model.adapters.reward_head import with_reward_head
