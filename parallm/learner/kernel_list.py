@@ -2,6 +2,7 @@
 
 from contextlib import suppress
 from itertools import chain
+from typing import Any
 
 import mlx.core as mx
 
@@ -37,6 +38,6 @@ def learner_kernels(model: SharedModel, adapter: Adapter) -> list[Specialization
         mx.vjp(forward, policy.arrays(), [hidden_MH])
         ones_M = mx.ones(NUM_TOKENS)
         token_scores(model.head(hidden_MH), ones_M, tokens_M).gradient(ones_M, None)
-    attention = [dict(defines) for name, defines in kernels if name == FORWARD]
+    attention: list[dict[str, Any]] = [dict(defines) for name, defines in kernels if name == FORWARD]
     variants = [specializations(one["T"], one["HEAD"], one["REPEATS"]) for one in attention]
     return list(kernels | dict.fromkeys(chain(*variants)))  # those for long prompts, too

@@ -11,7 +11,7 @@ import pytest
 
 from parallm.device.streams import DeviceStreams
 from parallm.learner.learner import Learner
-from parallm.learner.loss.presets import resolve_objective
+from parallm.learner.loss.objective import resolve_objective
 from parallm.learner.passes.batch import make_micro_batches
 from parallm.learner.settings import LearnerSettings, Preset
 from parallm.model.adapters.adapter import Adapter

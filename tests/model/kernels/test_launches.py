@@ -10,11 +10,13 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 import pytest
 
 from parallm.model.kernels import cuda, decode_attention, slot_copy, small_batch_gemm, token_scores
 from parallm.model.kernels.compiler import CompileError, Defines, compile_log, source_of
 from parallm.model.kernels.decode_attention import Columns, RotaryAngles, append_and_attend, columns_of
+from parallm.model.kernels.flash_attention import PackedSequences
 from parallm.model.kernels.rotary import Rotation, rotated
 from parallm.model.kernels.segmented_lora import GroupOutput, ShrinkOutput, shrink
 from parallm.model.kernels.swiglu import fused_swiglu, swiglu_of_halves
@@ -47,7 +49,9 @@ class Launch:
 def parameters(name: str, defines: Defines) -> list[tuple[str, str]]:
     """Type and name of each parameter of a kernel that is compiled with these macros."""
     macros = dict(defines)
-    head = re.search(r'extern "C" __global__ void \w+\((.*?)\) {\n', source_of(name, defines), re.S)
+    head = re.search(
+        r'extern "C" __global__ void\s+(?:__launch_bounds__\(.+?\)\s+)?\w+\((.*?)\) {\n', source_of(name, defines), re.S
+    )
     assert head is not None
     lines, kept = [], [True]
     for line in head[1].splitlines():
@@ -75,8 +79,7 @@ def mistakes(launch: Launch) -> list[str]:
         ]
     found = []
     for (kind, parameter), (access, dtype) in zip(wanted, given, strict=False):
-        letter = re.fullmatch(r"(?:const )?([TY])\*", kind)
-        expected = macros[letter[1]] if letter else TYPES.get(kind)
+        expected = macros.get(kind.removeprefix("const ").rstrip("*"), TYPES.get(kind))
         is_unread = parameter == "angles" and not macros.get("DIMS")
         if kind.startswith("const") != (access == "const") or (str(expected) != str(dtype) and not is_unread):
             found.append(f"{launch.name}: {kind} {parameter} gets {access} {dtype}")
@@ -130,6 +133,15 @@ def draw(dtype: mx.Dtype) -> None:
     weights_by_kernel(softmax, *ends_by_kernel(softmax, limits_R, limits_R), mx.ones(3))
 
 
+def attend_packed(dtype: mx.Dtype) -> None:
+    """A prompt of many tiles with two completions; one of its kernels sums parts, and all of them have a gradient."""
+    half = mx.bfloat16 if dtype == mx.float32 else dtype
+    sequences = np.array([[0, 2000, 0, 0], *[[2000 + 500 * row, 500, 0, 2000] for row in range(8)]])
+    q, kv = mx.zeros((6016, 4, 64), half), mx.zeros((6016, 2, 64), half)
+    layout = PackedSequences(sequences, 6016)
+    mx.vjp(lambda q, k, v: [layout.attend(q, k, v, scale=0.125)], [q, kv, kv], [q])
+
+
 def copy(dtype: mx.Dtype) -> None:
     prompts, pools = [mx.zeros((2, 2, 16, 64), dtype)] * 3, [mx.zeros((4, 2, 32, 64), dtype)] * 3
     slot_copy.copy_to_slots(prompts, pools, rows=[0, 1], slots=[2, 3], lengths=[16, 5])
@@ -174,6 +186,7 @@ FACES: dict[str, Face] = {
     "swiglu": swiglu,
     "score": lambda dtype: score(dtype, None),
     "score with entropies": lambda dtype: score(dtype, mx.ones(3)),
+    "attend to packed rows": attend_packed,
     "draw": draw,
     "copy": copy,
     "multiply": lambda dtype: multiply(dtype, versions=0, widths=[64, 32, 32], bias=False),
