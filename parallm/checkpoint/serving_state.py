@@ -120,17 +120,10 @@ def split_versions(splits: Mapping[str, Mapping[str, float]]) -> set[Key]:
 
 
 def to_json(state: ServingState) -> dict[str, Any]:
-    return {
-        "format": FORMAT,
-        "adapters": [
-            {"name": name, "version": version, "digest": digest} for (name, version), digest in state.digests.items()
-        ],
-        "served": dict(state.served),
-        "highest": dict(state.highest),
-        "aliases": {alias: list(key) for alias, key in state.aliases.items()},
-        "promoted": {name: asdict(promotion) for name, promotion in state.promoted.items()},
-        "splits": {name: dict(shares) for name, shares in state.splits.items()},
-    }
+    values = asdict(state)
+    digests = values.pop("digests").items()
+    rows = [{"name": name, "version": version, "digest": digest} for (name, version), digest in digests]
+    return {"format": FORMAT, "adapters": rows, **values}
 
 
 def from_json(values: Mapping[str, Any]) -> ServingState:

@@ -45,7 +45,7 @@ class RunFacts:
 
     def changes(self, saved: "RunFacts") -> list[str]:
         """Every key whose value differs, with both values."""
-        ours, theirs = {"seed": self.seed, **self.keys}, {"seed": saved.seed, **saved.keys}
+        ours, theirs = self._all_keys, saved._all_keys
         differing = [key for key in ours if key in theirs and key not in UNREPORTED and ours[key] != theirs[key]]
         return [f"{key}={_shown(ours[key])} (was {_shown(theirs[key])})" for key in differing]
 
@@ -58,6 +58,10 @@ class RunFacts:
         if saved is None or saved.problems == self.problems:
             return True
         return all(self.keys.get(key) == saved.keys.get(key) for key in self._keys_of_problems(saved))
+
+    @property
+    def _all_keys(self) -> dict[str, Any]:
+        return {"seed": self.seed, **self.keys}
 
     def _keys_of_problems(self, saved: "RunFacts") -> list[str]:
         return [key for key in sorted(self.keys.keys() | saved.keys.keys()) if key.startswith(PROBLEMS)]
@@ -77,7 +81,7 @@ class RunFacts:
 
     def _of_another_run(self, saved: "RunFacts", where: str) -> Iterator[str]:
         """One line per key that distinguishes this run from that of `saved`."""
-        ours, theirs = {"seed": self.seed, **self.keys}, {"seed": saved.seed, **saved.keys}
+        ours, theirs = self._all_keys, saved._all_keys
         keys = ["seed", *IDENTITY]
         if saved.problems != self.problems:
             keys += self._keys_of_problems(saved)

@@ -80,11 +80,6 @@ class Call(Generic[Result]):
     """Fields of a JSON body."""
     content: bytes | None = None
 
-    def options(self) -> dict[str, Any]:
-        """Return arguments for httpx's `request`, but its address."""
-        body = {} if self.fields is None else {"json": dict(self.fields)}
-        return {"method": self.method, "content": self.content, **body}
-
     def result(self, response: httpx.Response) -> Result:
         """Read the answer. Raises ApiError for anything but success."""
         if response.is_success:

@@ -101,7 +101,8 @@ class Requests(Generic[Http]):
 
     def _request(self, call: Call[Any]) -> dict[str, Any]:
         """Return arguments for httpx's `request`."""
-        return {"url": self._base_url + call.path, "headers": self._headers, **call.options()}
+        url, body = self._base_url + call.path, {} if call.fields is None else {"json": dict(call.fields)}
+        return {"method": call.method, "url": url, "headers": self._headers, "content": call.content, **body}
 
     @method
     def generate(

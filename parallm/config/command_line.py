@@ -52,29 +52,23 @@ def _wrong_words(arguments: Sequence[str], known: KnownKeys, recipes: Iterable[s
         elif word in ALONE:
             continue
         elif word.startswith("-"):
-            if option.lstrip("-") == "recipe" and not equals:
-                value = next(words, "NAME")
-            yield _wrong_option(word, option.lstrip("-"), value, known)
+            name = option.lstrip("-")
+            if name == "recipe":
+                yield f"{word}: a recipe is chosen by +recipe={value if equals else next(words, 'NAME')}"
+            elif name.partition(".")[0] in known:
+                yield f"{word}: a key stands without dashes: {name}={value or 'VALUE'}"
+            else:
+                yield f"{word}: unknown option; --help shows what there is"
         elif option == "+recipe" and recipes is None:
             yield f"{word}: belongs to parallm.train; this command takes no recipe"
-        elif not equals and not word.startswith("~"):
-            yield _wrong_word(word, known, recipes or ())
-
-
-def _wrong_option(word: str, name: str, value: str, known: KnownKeys) -> str:
-    if name == "recipe":
-        return f"{word}: a recipe is chosen by +recipe={value}"
-    if name.partition(".")[0] in known:
-        return f"{word}: a key stands without dashes: {name}={value or 'VALUE'}"
-    return f"{word}: unknown option; --help shows what there is"
-
-
-def _wrong_word(word: str, known: KnownKeys, recipes: Iterable[str]) -> str:
-    if word in recipes:
-        return f"{word}: a recipe is chosen by +recipe={word}"
-    if word.partition(".")[0] in known:
-        return f"{word}: a key needs a value: {word}=VALUE; --help {word} says which"
-    return f"{word}: neither key=value nor group=choice; --help shows what there is"
+        elif equals or word.startswith("~"):
+            continue
+        elif word in (recipes or ()):
+            yield f"{word}: a recipe is chosen by +recipe={word}"
+        elif word.partition(".")[0] in known:
+            yield f"{word}: a key needs a value: {word}=VALUE; --help {word} says which"
+        else:
+            yield f"{word}: neither key=value nor group=choice; --help shows what there is"
 
 
 def repeated_keys(arguments: Iterable[str]) -> list[str]:

@@ -1,9 +1,10 @@
 """The configuration classes of all commands, and their checks. Imports no MLX: a BLAS must be loaded first."""
 
 import dataclasses
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
@@ -13,7 +14,6 @@ from pydantic.fields import FieldInfo
 
 from parallm.checkpoint.settings import CheckpointSettings
 from parallm.config.errors import KnownKeys, explain_values
-from parallm.config.policies import PolicyName, PolicyPart, check_policies, values_of
 from parallm.config.process_log import LogForm, LogLevel
 from parallm.config.run_folder import NAME_PATTERN
 from parallm.config.run_kinds import wrong_evaluation
@@ -29,11 +29,14 @@ from parallm.rollout.settings import EpisodeSettings, RolloutSettings
 from parallm.server.settings import ServerSettings
 from parallm.settings import settings
 from parallm.trainer.settings import EvaluationSettings, TrainerSettings
-from parallm.types import POLICY
+from parallm.types import BASE, BEST, LATEST, POLICY
 
 PACKAGE_FOLDER = Path(__file__).parent.parent
 MANDATORY = "???"
 """OmegaConf's mark of a key without a value."""
+PolicyName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_-]*$")]
+"""Name in requests, of a folder and in figures."""
+PolicyPart = Literal["environment", "learner", "rollout", "trainer"]
 
 
 @settings
@@ -185,18 +188,74 @@ def policy_configs(config: RunConfig) -> dict[str, RunConfig]:
     check_choices(config)
     if not config.policies:
         return {POLICY: config}
-    metrics = config.metrics
-    check_policies(config.policies, resume=config.checkpoint.resume, wandb=metrics.wandb, display=metrics.display)
+    _check_policies(config)
     run, configs, wrong = dataclasses.asdict(config), {}, []
     for name, own in config.policies.items():
         try:
-            configs[name] = _validated(values_of(own, run), type(config))
+            configs[name] = _validated(_values_of(own, run), type(config))
             check_choices(configs[name])
         except ConfigError as error:
             wrong += [f"policies.{name}.{line}" for line in str(error).splitlines()]
     if wrong:
         raise ConfigError("\n".join(wrong))
     return configs
+
+
+def _check_policies(config: RunConfig) -> None:
+    """Raise ConfigError with one line for each name, key or choice of the run that its policies exclude."""
+    resume, wandb = config.checkpoint.resume, config.metrics.wandb
+    wrong = [*_wrong_names(config.policies)]
+    for name, parts in config.policies.items():
+        if "keep_serving" in parts.get("trainer", {}):
+            wrong.append(f"policies.{name}.trainer.keep_serving: holds for the whole run; set trainer.keep_serving")
+    if resume not in ("auto", "never"):
+        wrong.append(
+            f"checkpoint.resume={resume} is one checkpoint and cannot be that of several policies; go on with all of "
+            "them by checkpoint.resume=auto, or with one of them without policies"
+        )
+    if wandb != "off":
+        wrong.append(f"metrics.wandb={wandb} logs one policy; set metrics.wandb=off, or train without policies")
+    if config.metrics.display == "live":
+        wrong.append("metrics.display=live shows one policy; set metrics.display=lines, or train without policies")
+    if wrong:
+        raise ConfigError("\n".join(wrong))
+
+
+def _values_of(policy: Mapping[PolicyPart, Mapping[str, Any]], run: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a run that trains this policy alone, from those of the run that names it.
+
+    A policy that names an environment is evaluated on it.
+    """
+    changed = {str(part): _changed(run[part], keys) for part, keys in policy.items()}
+    values = {**run, **changed, "policies": {}}
+    is_of_policy = values["learner"]["trains"] == "policy"
+    if is_of_policy and "environment" in policy and values["trainer"]["evaluate_on"] == "auto":
+        values["trainer"] = {**values["trainer"], "evaluate_on": "environment"}
+    return values
+
+
+def _wrong_names(names: Iterable[str]) -> Iterator[str]:
+    seen: dict[str, str] = {}
+    for name in names:
+        if name in (BASE, BEST, LATEST) or re.fullmatch(r"step_\d+", name):
+            yield f"policies.{name}: the name means something else in requests or folders; choose another one"
+        if other := seen.get(name.casefold()):
+            yield f"policies.{name}: differs from {other} in case only, and some disks take that for the same folder"
+        seen[name.casefold()] = name
+
+
+def _changed(usual: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of a policy. Another environment has other keys, so it takes nothing from the run's."""
+    is_another = own.get("name", usual.get("name")) != usual.get("name")
+    return dict(own) if is_another else _merged(usual, own)
+
+
+def _merged(usual: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    merged = {**usual, **own}
+    for key in usual.keys() & own.keys():
+        if isinstance(usual[key], Mapping) and isinstance(own[key], Mapping):
+            merged[key] = _merged(usual[key], own[key])
+    return merged
 
 
 def check_choices(config: RunConfig) -> None:

@@ -47,13 +47,9 @@ class AdapterOptimizer:
         self._total_steps = total_steps
         ordered = sorted(arrays, key=lambda name: (not name.endswith(".lora_b"), name))
         self.layout = ParameterLayout({name: arrays[name].shape for name in ordered})
-        sizes = {True: 0, False: 0}
-        for name in ordered:
-            sizes[name.endswith(".lora_b")] += arrays[name].size
-        self._num_b = sizes[True]
-        self._adamws = {group: _adamw(settings) for group in ("b", "others")}
-        for adamw, size in zip(self._adamws.values(), sizes.values(), strict=True):
-            adamw.init({"all": mx.zeros((size,))})
+        self._num_b = sum(array.size for name, array in arrays.items() if name.endswith(".lora_b"))
+        num_others = sum(array.size for array in arrays.values()) - self._num_b
+        self._adamws = {"b": _adamw(settings, self._num_b), "others": _adamw(settings, num_others)}
 
     def compute_step(self, parameters_N: mx.array, gradient_N: mx.array, step: int) -> tuple[mx.array, Arrays]:
         """New parameters and the optimizer state with them (see `restore`). Evaluates and changes nothing.
@@ -97,14 +93,16 @@ class AdapterOptimizer:
             adamw.state = tree_unflatten(arrays)
 
 
-def _adamw(settings: LearnerSettings) -> mlx.optimizers.AdamW:
-    return mlx.optimizers.AdamW(
+def _adamw(settings: LearnerSettings, size: int) -> mlx.optimizers.AdamW:
+    adamw = mlx.optimizers.AdamW(
         learning_rate=settings.learning_rate,
         betas=list(settings.betas),
         eps=settings.epsilon,
         weight_decay=settings.weight_decay,
         bias_correction=True,
     )
+    adamw.init({"all": mx.zeros((size,))})
+    return adamw
 
 
 def learning_rate(settings: LearnerSettings, step: int, total_steps: int) -> float:

@@ -1,7 +1,6 @@
 """Evaluations of several models side by side: a table for people and a report as JSON."""
 
 import re
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -52,29 +51,21 @@ def print_comparison(models: Sequence[Compared], stream: TextIO) -> None:
 
 def comparison_report(models: Sequence[Compared], settings: Mapping[str, Any]) -> dict[str, Any]:
     """The same numbers for programs, after `settings` that say how they came about."""
-    return {
-        **settings,
-        "models": [
-            {
-                "name": one.name,
-                **asdict(one.report),
-                "difference": None if one.difference is None else asdict(one.difference),
-                "seconds": one.seconds,
-            }
-            for one in models
-        ],
-    }
+    plain = [asdict(model) for model in models]
+    rows = [
+        {"name": one["name"], **one["report"], "difference": one["difference"], "seconds": one["seconds"]}
+        for one in plain
+    ]
+    return {**settings, "models": rows}
 
 
 def short_titles(models: Sequence[tuple[str, int]]) -> list[str]:
     """A short and distinct title for each model, from its folder and version."""
     titles = [_title(name, version) for name, version in models]
-    seen: Counter[str] = Counter()
-    numbered = []
-    for title in titles:
-        seen[title] += 1
-        numbered.append(f"{title} #{seen[title]}" if titles.count(title) > 1 else title)
-    return numbered
+    return [
+        f"{title} #{titles[: index + 1].count(title)}" if titles.count(title) > 1 else title
+        for index, title in enumerate(titles)
+    ]
 
 
 def _title(name: str, version: int) -> str:
@@ -103,7 +94,7 @@ def _on_one_line(value: str, interval: str = "") -> str:
 def _rows(models: Sequence[Compared], first: str) -> list[tuple[str, list[Cell]]]:
     reports = [model.report for model in models]
     rows: list[tuple[str, list[Cell]]] = [
-        ("version", [(_version(model),) for model in models]),
+        ("version", [("base" if one.is_base else str(one.report.version or MISSING),) for one in models]),
         ("problems", [(str(report.num_problems),) for report in reports]),
         ("greedy accuracy", [_shown(Estimate(one.accuracy, one.low, one.high), percent) for one in reports]),
     ]
@@ -118,11 +109,6 @@ def _rows(models: Sequence[Compared], first: str) -> list[tuple[str, list[Cell]]
         rows.append((f"part {name}", [_shown(report.reward_parts.get(name), number) for report in reports]))
     rows.append(("time", [(duration(model.seconds),) for model in models]))
     return rows
-
-
-def _version(model: Compared) -> str:
-    """An adapter of another program has none."""
-    return "base" if model.is_base else str(model.report.version or MISSING)
 
 
 def _shown(estimate: Estimate | None, show: Callable[[float], str]) -> Cell:

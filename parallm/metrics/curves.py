@@ -82,20 +82,20 @@ def draw_panel(axes: Any, panel: Panel) -> None:
     axes.set_xlabel("step", fontsize=9)
 
 
-def draw_series(axes: Any, series: Series, colour: str) -> None:
-    x, y = [step for step, _ in series.points], [value for _, value in series.points]
-    if series.intervals:
-        below = [value - low for value, (low, _) in zip(y, series.intervals, strict=True)]
-        above = [high - value for value, (_, high) in zip(y, series.intervals, strict=True)]
-        axes.errorbar(x, y, yerr=[below, above], color=colour, marker="s", markersize=5, capsize=4, label=series.label)
-    elif series.is_marked:
-        axes.plot(x, y, color=colour, marker="s", markersize=5, label=series.label)
-    elif series.is_noisy and len(x) > MARKER_STEPS:
-        axes.plot(x, y, color=colour, alpha=0.35, label=series.label)
-        mean = running_mean(y, NUM_SMOOTHED)
-        axes.plot(x, mean, color=colour, label=f"its mean over {NUM_SMOOTHED} steps")
+def draw_series(axes: Any, line: Series, colour: str) -> None:
+    x, y = [step for step, _ in line.points], [value for _, value in line.points]
+    style = {"color": colour, "label": line.label}
+    if line.intervals:
+        below = [value - low for value, (low, _) in zip(y, line.intervals, strict=True)]
+        above = [high - value for value, (_, high) in zip(y, line.intervals, strict=True)]
+        axes.errorbar(x, y, yerr=[below, above], marker="s", markersize=5, capsize=4, **style)
+    elif line.is_marked:
+        axes.plot(x, y, marker="s", markersize=5, **style)
+    elif line.is_noisy and len(x) > MARKER_STEPS:
+        axes.plot(x, y, alpha=0.35, **style)
+        axes.plot(x, running_mean(y, NUM_SMOOTHED), color=colour, label=f"its mean over {NUM_SMOOTHED} steps")
     else:
-        axes.plot(x, y, color=colour, marker=marker(x), markersize=3, label=series.label)
+        axes.plot(x, y, marker="o" if len(x) <= MARKER_STEPS else "", markersize=3, **style)
 
 
 def set_scale(axes: Any, panel: Panel) -> None:
@@ -109,10 +109,7 @@ def set_scale(axes: Any, panel: Panel) -> None:
 def draw_on_the_right(axes: Any, series: Series) -> None:
     """A share with an axis of its own; the legend of both lines stands above them."""
     right = axes.twinx()
-    x = [step for step, _ in series.points]
-    right.plot(
-        x, [value for _, value in series.points], color=ORANGE, marker=marker(x), markersize=3, label=series.label
-    )
+    draw_series(right, series, ORANGE)
     right.set_ylim(-0.02, 1.02)
     right.spines["top"].set_visible(False)
     right.tick_params(axis="y", colors=ORANGE)
@@ -120,31 +117,29 @@ def draw_on_the_right(axes: Any, series: Series) -> None:
     axes.legend(handles=[*axes.get_lines(), *right.get_lines()], loc="upper right", fontsize=9, framealpha=0.85)
 
 
-def marker(x: Sequence[int]) -> str:
-    return "o" if len(x) <= MARKER_STEPS else ""
-
-
 def panels_of(steps: Sequence[MetricsRow], evaluations: Sequence[MetricsRow]) -> list[Panel]:
     """The panels in the order of reading, none of them empty."""
+    is_sampled = any("reward/mean" in row for row in steps)
+    lengths, cut = series(steps, "completion/length_mean", "mean length"), []
+    if lengths.points:
+        cut = _unless_zero(series(steps, "completion/truncated_fraction", "truncated fraction (right)"))
     return [
-        *_of_loss(steps, evaluations),
-        *_of_rewards(steps, evaluations),
+        *([] if is_sampled else _of_loss(steps, evaluations)),
+        *(_of_rewards(steps, evaluations) if is_sampled or not steps else []),
         *_panel("reward by environment", _named(steps, "environment/", ending="/reward"), least=2, scale=None),
         *_panel("reward parts", _named(steps, "reward_part/"), least=2, scale=None),
         *_panel("share of groups with signal", [_share_with_signal(steps)], scale="share"),
-        *_panel("KL to the base (nats per token)", [series(steps, "update/kl_to_base", "")]),
-        *_panel(
-            "KL to the sampling policy (nats per token)", _unless_zero(series(steps, "update/kl_to_behaviour", ""))
-        ),
-        *_panel("entropy (nats per token)", [series(steps, "update/entropy", "")]),
-        *_panel("gradient norm before clipping", [series(steps, "update/gradient_norm", "")]),
-        *_panel("learning rate", _if_it_varies(series(steps, "update/learning_rate", ""))),
-        *_of_lengths(steps),
+        *_panel("KL to the base (nats per token)", [series(steps, "update/kl_to_base")]),
+        *_panel("KL to the sampling policy (nats per token)", _unless_zero(series(steps, "update/kl_to_behaviour"))),
+        *_panel("entropy (nats per token)", [series(steps, "update/entropy")]),
+        *_panel("gradient norm before clipping", [series(steps, "update/gradient_norm")]),
+        *_panel("learning rate", _if_it_varies(series(steps, "update/learning_rate"))),
+        *_panel("completion length (tokens)", [lengths], right=next(iter(cut), None)),
         *_panel("tokens per second", _speeds(steps)),
     ]
 
 
-def series(rows: Sequence[MetricsRow], name: str, label: str, *, is_noisy: bool = False) -> Series:
+def series(rows: Sequence[MetricsRow], name: str, label: str = "", *, is_noisy: bool = False) -> Series:
     """The numbers under `name`; without points if there are none."""
     points = tuple((row["step"], _number(row.get(name))) for row in rows)
     has_numbers = any(not math.isnan(value) for _, value in points)
@@ -169,12 +164,17 @@ def running_mean(values: Sequence[float], count: int) -> list[float]:
 
 
 def _panel(
-    title: str, lines: Iterable[Series], *, least: int = 1, scale: Scale | None = "from zero"
+    title: str,
+    lines: Iterable[Series],
+    *,
+    least: int = 1,
+    scale: Scale | None = "from zero",
+    right: Series | None = None,
 ) -> Iterator[Panel]:
     """A panel of the lines that have points, if there are at least `least` of them; without a scale, as they need."""
     drawn = tuple(line for line in lines if line.points)
     if len(drawn) >= least:
-        yield Panel(title=title, series=drawn, scale=scale or _scale_of(drawn))
+        yield Panel(title=title, series=drawn, scale=scale or _scale_of(drawn), right=right)
 
 
 def _scale_of(lines: Sequence[Series]) -> Scale:
@@ -184,15 +184,13 @@ def _scale_of(lines: Sequence[Series]) -> Scale:
 
 def _of_loss(steps: Sequence[MetricsRow], evaluations: Sequence[MetricsRow]) -> Iterator[Panel]:
     """Panels of supervised runs; the loss of a policy's objective says nothing about how good it is."""
-    if any("reward/mean" in row for row in steps):
-        return
     is_of_pairs = any("update/margin" in row for row in steps)
     rows = [row for row in evaluations if row.get("heldout/loss") is not None]
     marks = replace(series(rows, "heldout/loss", "held out"), is_marked=True)
     loss = series(steps, "update/loss", "training", is_noisy=True)
     yield from _panel(f"loss (nats per {'pair' if is_of_pairs else 'token'})", [loss, marks], scale="free")
-    margins = held_out(evaluations, "heldout/margin", "heldout/margin_low", "heldout/margin_high", "held out (95%)")
     if is_of_pairs:
+        margins = held_out(evaluations, "heldout/margin", "heldout/margin_low", "heldout/margin_high", "held out (95%)")
         training = series(steps, "update/accuracy", "training", is_noisy=True)
         yield from _panel("accuracy on pairs", [training, _accuracy(evaluations, "held out (95%)")], scale="share")
         yield from _panel("margin", [series(steps, "update/margin", "training", is_noisy=True), margins], scale="free")
@@ -202,21 +200,12 @@ def _of_loss(steps: Sequence[MetricsRow], evaluations: Sequence[MetricsRow]) -> 
 
 def _of_rewards(steps: Sequence[MetricsRow], evaluations: Sequence[MetricsRow]) -> Iterator[Panel]:
     reward = series(steps, "reward/mean", "reward, training", is_noisy=True)
-    if any("reward/mean" in row for row in steps) or not steps:
-        lines = [reward, _accuracy(evaluations, "accuracy, held out (95%)")]
-        yield from _panel("reward and held-out accuracy", lines, scale=None)
+    accuracy = _accuracy(evaluations, "accuracy, held out (95%)")
+    yield from _panel("reward and held-out accuracy", [reward, accuracy], scale=None)
 
 
 def _accuracy(evaluations: Sequence[MetricsRow], label: str) -> Series:
     return held_out(evaluations, "heldout/accuracy", "heldout/low", "heldout/high", label)
-
-
-def _of_lengths(steps: Sequence[MetricsRow]) -> Iterator[Panel]:
-    lengths = series(steps, "completion/length_mean", "mean length")
-    cut = series(steps, "completion/truncated_fraction", "truncated fraction (right)")
-    if lengths.points:
-        is_cut = any(value > 0 for _, value in cut.points)
-        yield Panel(title="completion length (tokens)", series=(lengths,), right=cut if is_cut else None)
 
 
 def _named(steps: Sequence[MetricsRow], beginning: str, *, ending: str = "") -> list[Series]:

@@ -2,12 +2,13 @@
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TextIO
 
 from parallm.metrics.eta import Eta, Schedule, ThrottledProgress
 from parallm.metrics.formatting import FILES, accuracy, duration, number, percent
-from parallm.metrics.log_capture import PROGRESS, LogCapture
+from parallm.metrics.log_capture import PROGRESS, captured_logs
 from parallm.metrics.step import NO_SIGNAL, StepMetrics
 from parallm.reports import EvaluationReport, TrainingStatus
 
@@ -68,7 +69,7 @@ class Display:
         self._beginning = f"{name}: " if name else ""
         self._schedule = schedule
         self._eta = Eta(schedule)
-        self._logs = LogCapture(self.show_record)
+        self._taken = ExitStack()  # the console's log handlers
         self._message = ""
         self._progress = ThrottledProgress()
 
@@ -78,7 +79,7 @@ class Display:
         self._eta = Eta(header.schedule)
         self._write(*aligned(header.rows()))
         if self._stream is not None:
-            self._logs.start()
+            self.take_logs()
 
     def step(self, metrics: StepMetrics) -> None:
         self._eta.step(metrics)
@@ -115,7 +116,10 @@ class Display:
 
     def close(self) -> None:
         """Give the terminal and the log handlers back. Does nothing the second time; belongs into a `finally`."""
-        self._logs.stop()
+        self._taken.close()
+
+    def take_logs(self) -> None:
+        self._taken.enter_context(captured_logs(self.show_record))
 
     def show_record(self, text: str, level: int) -> None:
         """Show a record of the log, which has it already."""

@@ -81,7 +81,7 @@ class LiveDisplay(Display):
         super().start(header)
         for name, value in header.rows():
             self._show(Text.assemble((f"{name:<9}", "bold"), value))
-        self._logs.start()  # first, since the live display replaces sys.stdout
+        self.take_logs()  # first, since the live display replaces sys.stdout
         self._live.start()
 
     def step(self, metrics: StepMetrics) -> None:

@@ -2,60 +2,47 @@
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from parallm.json_log import is_json
 
-Emit = Callable[[str, int], None]
-"""Shows one text of a log level."""
 OWN = "parallm"
 PROGRESS = "parallm.progress"
 """Logger of what a display has shown already."""
 
 
-class LogCapture:
-    """Between `start` and `stop`, takes the place of the handlers that write text to the console.
+@contextmanager
+def captured_logs(emit: Callable[[str, int], None]) -> Iterator[None]:
+    """Put `emit`, which shows a text of a log level, in place of the handlers that write text to the console.
 
     Shows all warnings, and all that our own loggers let pass, unless the log goes to the console as JSON.
-    Both methods may be called twice.
     """
-
-    def __init__(self, emit: Emit) -> None:
-        self._handler = EmitHandler(emit)
-        self._taken: list[tuple[logging.Logger, logging.Handler]] = []
-        self._is_on = False
-
-    def start(self) -> None:
-        if self._is_on:
-            return
-        self._is_on = True
-        named = [logger for logger in logging.root.manager.loggerDict.values() if isinstance(logger, logging.Logger)]
-        consoles = [
-            (logger, handler)
-            for logger in [logging.root, *named]
-            for handler in logger.handlers
-            if writes_to_console(handler)
-        ]
-        self._taken = [(logger, handler) for logger, handler in consoles if not is_json(handler)]
-        for logger, handler in self._taken:
-            logger.removeHandler(handler)
-        if not any(logger is logging.root and is_json(handler) for logger, handler in consoles):
-            logging.root.addHandler(self._handler)
-
-    def stop(self) -> None:
-        """Put everything back as it was."""
-        if not self._is_on:
-            return
-        self._is_on = False
-        logging.root.removeHandler(self._handler)
-        for logger, handler in self._taken:
+    named = [logger for logger in logging.root.manager.loggerDict.values() if isinstance(logger, logging.Logger)]
+    consoles = [
+        (logger, handler)
+        for logger in [logging.root, *named]
+        for handler in logger.handlers
+        if writes_to_console(handler)
+    ]
+    taken = [(logger, handler) for logger, handler in consoles if not is_json(handler)]
+    own = EmitHandler(emit)
+    for logger, handler in taken:
+        logger.removeHandler(handler)
+    if not any(logger is logging.root and is_json(handler) for logger, handler in consoles):
+        logging.root.addHandler(own)
+    try:
+        yield
+    finally:
+        logging.root.removeHandler(own)
+        for logger, handler in taken:
             logger.addHandler(handler)
 
 
 class EmitHandler(logging.Handler):
     """Hands each record that people should see to `emit`, from whatever thread it comes."""
 
-    def __init__(self, emit: Emit) -> None:
+    def __init__(self, emit: Callable[[str, int], None]) -> None:
         super().__init__()
         self._emit = emit
 

@@ -237,21 +237,16 @@ def _with_joined(model: SharedModel) -> SharedModel:
 
 def _checked_split(model: SharedModel, model_type: str) -> SharedModel:
     """`model`, or the same without its split where trunk + head is not the whole forward to the bit."""
-    tokens = mx.array([[0, 1, 2, 3]])
-    whole = model.base(tokens, cache=model.make_cache())[0]
-    if model.trunk_owner is not None and _splits_exactly(model, tokens, whole):
-        return model
-    logger.warning("%s: the head cannot be separated; log-probs will need whole logits", model_type)
-    return replace(model, trunk_owner=None, trunk_name="")
-
-
-def _splits_exactly(model: SharedModel, tokens_1T: mx.array, whole_TV: mx.array) -> bool:
+    tokens_1T = mx.array([[0, 1, 2, 3]])
+    whole_TV = model.base(tokens_1T, cache=model.make_cache())[0]
     try:
         split_TV = model.head(model.hidden(tokens_1T, model.make_cache(), None)[0])
+        if model.trunk_owner is not None and mx.array_equal(whole_TV, split_TV):
+            return model
     except (TypeError, ValueError, AttributeError, IndexError) as error:
         logger.debug("not split: %s", error)  # the trunk of this architecture is called in some other way
-        return False
-    return bool(mx.array_equal(whole_TV, split_TV))
+    logger.warning("%s: the head cannot be separated; log-probs will need whole logits", model_type)
+    return replace(model, trunk_owner=None, trunk_name="")
 
 
 def max_positions(config: Mapping[str, Any]) -> int:

@@ -24,7 +24,7 @@ from parallm.rollout.collector import Collector
 from parallm.rollout.evaluation import Evaluator
 from parallm.rollout.live.scoring_functions import environment_scoring_functions
 from parallm.rollout.live.source import LiveSource
-from parallm.rollout.problems import Stream, make_stream
+from parallm.rollout.problems import ProblemStream, Stream, make_stream
 from parallm.rollout.reward_model import RewardModel
 from parallm.rollout.scoring import MAX_REWARD
 from parallm.run.policy_runs import PolicyRun, PolicySpec
@@ -38,7 +38,7 @@ from parallm.trainer.live_trainer import ClientTrainer, LiveTrainer
 from parallm.trainer.loop import Loop
 from parallm.trainer.reward_training import open_reward_model, reward_model_context
 from parallm.trainer.saving import fingerprint_of, restore, write_adapter
-from parallm.trainer.supervised_trainer import SupervisedTrainer, add_held_out_loss, supervised_data, tokenize
+from parallm.trainer.supervised_trainer import SupervisedTrainer, add_held_out_loss, tokenize
 from parallm.trainer.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -137,27 +137,26 @@ async def _trainer_context(
     config, kind = spec.config, kind_of(spec.config)
     if kind == "rollouts" or (kind != "reward_model" and data.splits.test):
         _check_context(config, runtime)
+    steps, rollout, seed = config.trainer.steps, config.rollout, config.seed
     make_learner = partial(Learner, runtime.model, runtime.streams, config.learner, start=runtime.start)
-    make_learner = partial(make_learner, total_steps=config.trainer.steps, seed=config.seed)
-    learner = await on_device(runtime.device, make_learner)
+    learner = await on_device(runtime.device, partial(make_learner, total_steps=steps, seed=seed))
     fingerprint = await on_device(runtime.device, partial(fingerprint_of, runtime.model, runtime.start))
     facts = RunFacts(
         kind=CHOICES[kind],
-        seed=config.seed,
+        seed=seed,
         start=runtime.start.digest if config.model.adapter is not None else "",
         keys=recorded_keys(config, runtime.start.dropout),
     )
     generate, tokenizer = runtime.engine.generate_all, runtime.model.tokenizer
-    stream = make_stream(data.environment, data.splits.train, config.seed)
-    rollout, seed = config.rollout, config.seed
+    stream = make_stream(data.environment, data.splits.train, seed)
     collector = Collector(generate, tokenizer, data.environment, stream, rollout, seed, reward_model)
     evaluator = Evaluator(
         generate_all=generate,
         tokenizer=tokenizer,
         environment=data.environment,
         problems=data.splits.test,
-        samples=evaluation_samples(config.trainer, config.seed),
-        rollout=config.rollout,
+        samples=evaluation_samples(config.trainer, seed),
+        rollout=rollout,
         reward_model=reward_model,
     )
     return TrainerContext(
@@ -187,9 +186,9 @@ async def _supervised(
     else:
         context = add_held_out_loss(context, held_out)
     groups = tokenize(given.train, runtime.model)
-    data = supervised_data(groups, per_step=config.rollout.problems_per_step, seed=config.seed)
-    context = _drawing_from(context, data.stream)
-    return context, SupervisedTrainer(context, data, config.trainer)
+    stream = ProblemStream([group.problem for group in groups], config.seed)
+    context, per_step = _drawing_from(context, stream), config.rollout.problems_per_step
+    return context, SupervisedTrainer(context, groups, stream, config.trainer, per_step=per_step)
 
 
 def _drawing_from(context: TrainerContext, stream: Stream) -> TrainerContext:

@@ -13,7 +13,7 @@ from parallm.checkpoint.adapter_paths import find_adapters
 from parallm.config.run_folder import check_writable
 from parallm.config.schema import EvaluateConfig
 from parallm.device.blas import BlasReport
-from parallm.environment.environment import AnyEnvironment, connect
+from parallm.environment.environment import connect
 from parallm.errors import CheckpointError, ConfigError, ProblemError
 from parallm.learner.settings import LearnerSettings
 from parallm.metrics.comparison import Compared, comparison_report, print_comparison
@@ -28,13 +28,13 @@ from parallm.model.adapters.reward_head import refuse_reward_model
 from parallm.model.load import check_local
 from parallm.model.settings import ModelSettings
 from parallm.rollout.confidence_intervals import share_difference
-from parallm.rollout.evaluation import EvaluationOutcomes, Evaluator
+from parallm.rollout.evaluation import Evaluator
 from parallm.rollout.judge import Judge
 from parallm.run.runtime import Runtime, RuntimeSettings, on_device, open_runtime
 from parallm.run.training_data import build_environment
 from parallm.trainer.evaluators import evaluation_samples
 from parallm.trainer.reward_training import find_reward_model, open_reward_model
-from parallm.types import BASE, Problem
+from parallm.types import BASE
 
 REPORT = "evaluation.json"
 COMPLETIONS = "completions.jsonl"
@@ -67,7 +67,11 @@ async def _evaluate(config: EvaluateConfig, folder: Path, blas: BlasReport) -> N
     find_reward_model(config.rollout.reward_model)
     check_writable(folder)
     environment = build_environment(config.environment)
-    problems = _held_out(config, environment)
+    problems = environment.problems("test")[: config.trainer.evaluate_problems]
+    if not config.trainer.evaluate_problems:
+        raise ConfigError("trainer.evaluate_problems=0 leaves nothing to evaluate on; 512 is the default")
+    if not problems:
+        raise ProblemError(f"environment={config.environment.name}: the test split has no problems")
     # adapters are read one by one: each may have its own rank and targets
     model = ModelSettings(path=config.model.path, dtype=config.model.dtype, quantized=config.model.quantized)
     async with open_runtime(RuntimeSettings(model=model, engine=config.engine), blas) as runtime:
@@ -93,15 +97,6 @@ async def _evaluate(config: EvaluateConfig, folder: Path, blas: BlasReport) -> N
     sys.stdout.write(f"completions: {short_path(folder / COMPLETIONS)}\n")
 
 
-def _held_out(config: EvaluateConfig, environment: AnyEnvironment) -> Sequence[Problem]:
-    problems = environment.problems("test")[: config.trainer.evaluate_problems]
-    if not config.trainer.evaluate_problems:
-        raise ConfigError("trainer.evaluate_problems=0 leaves nothing to evaluate on; 512 is the default")
-    if not problems:
-        raise ProblemError(f"environment={config.environment.name}: the test split has no problems")
-    return problems
-
-
 async def _publish(runtime: Runtime, folder: Path, name: str) -> Candidate:
     """Read an adapter and publish it. Raises AdapterError if it does not fit the base."""
 
@@ -119,13 +114,14 @@ async def _publish(runtime: Runtime, folder: Path, name: str) -> Candidate:
 async def _compare(evaluator: Evaluator, candidates: Sequence[Candidate], file: JsonLines) -> list[Compared]:
     """Evaluate one after the other, write completions to `file` and progress to standard error."""
     compared: list[Compared] = []
-    first: EvaluationOutcomes | None = None
+    first: list[bool] | None = None
     for candidate in candidates:
         began = time.perf_counter()
         outcomes = await evaluator.outcomes(
             candidate.model, partial(_say_progress, candidate.name, ThrottledProgress())
         )
         report = evaluator.report(outcomes, candidate.step, candidate.version)
+        correct = [completion.is_correct for completion in outcomes.greedy]
         sys.stderr.write(f"{candidate.name}: {evaluation_line(report)}\n")
         origin = {"step": candidate.step, "model": candidate.name}
         file.append(*({**origin, **dataclasses.asdict(completion)} for completion in outcomes.completions))
@@ -134,21 +130,17 @@ async def _compare(evaluator: Evaluator, candidates: Sequence[Candidate], file: 
                 name=candidate.name,
                 is_base=candidate.model == BASE,
                 report=report,
-                difference=None if first is None else share_difference(_correct(outcomes), _correct(first)),
+                difference=None if first is None else share_difference(correct, first),
                 seconds=time.perf_counter() - began,
             )
         )
-        first = first or outcomes
+        first = first or correct
     return compared
 
 
 def _say_progress(name: str, seldom: ThrottledProgress, done: int, total: int) -> None:
     if text := seldom.text(done, total):
         sys.stderr.write(f"{name}: {text} completions\n")
-
-
-def _correct(outcomes: EvaluationOutcomes) -> list[bool]:
-    return [completion.is_correct for completion in outcomes.greedy]
 
 
 def _write(config: EvaluateConfig, path: Path, compared: Sequence[Compared]) -> None:

@@ -28,11 +28,16 @@ def run_export(config: ExportConfig, folder: Path, _: BlasReport) -> int:
     """Write the folders and print where they are. Returns the exit code; raises ParallmError."""
     output = _output(config, folder)
     check_local(config.model.path)
-    adapter = read_adapter(_named_adapter(config), model_type=read_model_type(config.model.path))
+    if config.model.adapter is None:
+        raise ConfigError(
+            "model.adapter: must be given; name the folder of a run, a checkpoint or an adapter, or FOLDER@VERSION"
+        )
+    named = find_adapter(config.model.adapter)
+    adapter = read_adapter(named, model_type=read_model_type(config.model.path))
     temporary = output / f".tmp-export-{os.getpid()}"
     try:
         output.mkdir(parents=True, exist_ok=True)
-        written = _write(config, adapter, temporary)
+        written = _write(config, adapter, named, temporary)
         for name in written:
             (temporary / name).rename(output / name)
     except OSError as error:
@@ -66,15 +71,7 @@ def _output(config: ExportConfig, folder: Path) -> Path:
     return output
 
 
-def _named_adapter(config: ExportConfig) -> Path:
-    if config.model.adapter is None:
-        raise ConfigError(
-            "model.adapter: must be given; name the folder of a run, a checkpoint or an adapter, or FOLDER@VERSION"
-        )
-    return find_adapter(config.model.adapter)
-
-
-def _write(config: ExportConfig, adapter: Adapter, folder: Path) -> dict[str, str]:
+def _write(config: ExportConfig, adapter: Adapter, named: Path, folder: Path) -> dict[str, str]:
     """Write every format into `folder`. Return descriptions by the names of its folders. Raises OSError."""
     if config.formats != ("peft",):
         refuse_reward_model(adapter, f"model.adapter={config.model.adapter}", "export it with formats=[peft] alone")
@@ -83,8 +80,10 @@ def _write(config: ExportConfig, adapter: Adapter, folder: Path) -> dict[str, st
     num_layers, model_type = len(base.layers), read_model_type(config.model.path)
     if "peft" in config.formats:
         modules_of(adapter.targets, model_type)  # refuses what PEFT could not load before anything is written
+    bits, group_size = config.quantize.bits, config.quantize.group_size
+    quantization = None if bits is None else Quantization(bits=bits, group_size=group_size)
     dtype = None if config.model.dtype == "auto" else getattr(mx, config.model.dtype)
-    fused_config = fuse(base, base_config, adapter, dtype, _quantization(config))  # checks the fit; evaluates nothing
+    fused_config = fuse(base, base_config, adapter, dtype, quantization)  # checks the fit; evaluates nothing
     fused_bytes = model_bytes(base)
     _check_space(folder.parent, (fused_bytes if "fused" in config.formats else 0) + 2 * adapter.nbytes)
     descriptions: dict[str, str] = {}
@@ -92,19 +91,13 @@ def _write(config: ExportConfig, adapter: Adapter, folder: Path) -> dict[str, st
         write_mlx(adapter, folder / FOLDERS["mlx"], num_layers=num_layers)
         descriptions[FOLDERS["mlx"]] = "adapter for mlx-lm, --adapter-path"
     if "peft" in config.formats:
-        base_sha256 = base_of(_named_adapter(config))
-        write_peft(adapter, folder / FOLDERS["peft"], config.model.path, base_sha256, model_type=model_type)
+        write_peft(adapter, folder / FOLDERS["peft"], config.model.path, base_of(named), model_type=model_type)
         descriptions[FOLDERS["peft"]] = "adapter for PEFT, PeftModel.from_pretrained"
     if "fused" in config.formats:
         write_model(base, fused_config, source, folder / FOLDERS["fused"])
-        bits = "" if config.quantize.bits is None else f", {config.quantize.bits} bits"
-        descriptions[FOLDERS["fused"]] = f"whole model, {fused_bytes / 1e6:,.1f} MB{bits}"
+        quantized = "" if bits is None else f", {bits} bits"
+        descriptions[FOLDERS["fused"]] = f"whole model, {fused_bytes / 1e6:,.1f} MB{quantized}"
     return descriptions
-
-
-def _quantization(config: ExportConfig) -> Quantization | None:
-    quantize = config.quantize
-    return None if quantize.bits is None else Quantization(bits=quantize.bits, group_size=quantize.group_size)
 
 
 def _check_space(folder: Path, num_bytes: int) -> None:

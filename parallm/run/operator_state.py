@@ -30,11 +30,8 @@ def check_given(adapters: Mapping[str, str], taken: Mapping[str, str]) -> None:
     `taken` has further names with their meanings.
     """
     meanings = {BASE: "the model without an adapter", LATEST: "the newest version", BEST: "the best version", **taken}
-    wrong = [
-        f"server.adapters.{name}: {name} is {meanings[name]}; choose another name"
-        for name in adapters
-        if name in meanings
-    ]
+    taken_names = [name for name in adapters if name in meanings]
+    wrong = [f"server.adapters.{name}: {name} is {meanings[name]}; choose another name" for name in taken_names]
     if wrong:
         raise ConfigError("\n".join(wrong))
 

@@ -51,9 +51,10 @@ from parallm.reports import TrainingStatus
 from parallm.rollout.reward_model import Rate, RewardModel
 from parallm.rollout.settings import RewardModelSettings
 from parallm.run.operator_state import open_table, restore
-from parallm.run.sampling_defaults import sampling_defaults, set_values
+from parallm.run.sampling_defaults import sampling_defaults
 from parallm.server.app import create_app
-from parallm.server.interfaces import SampleStore, Training, Trajectories
+from parallm.server.engine_gateway import CompletionListener
+from parallm.server.interfaces import Training, Trajectories
 from parallm.server.operation.http_server import HttpServer, Listener
 from parallm.server.operation.request_log import writing_request_log
 from parallm.server.operation.tracing import Traces, exporting_traces
@@ -145,7 +146,7 @@ async def open_runtime(
         resources.callback(monitor.stop)
         _check_reward_model(settings.server)  # before the model, which may take minutes to load
         folder = await asyncio.to_thread(find_folder, settings.model.path)  # may download it
-        defaults = set_values(sampling_defaults(settings.server, folder))
+        defaults = sampling_defaults(settings.server, folder)
         shares = settings.device
         governor = Governor(
             serving_share=shares.serving_share,
@@ -205,7 +206,7 @@ async def open_application(
     *,
     training: Training | None = None,
     trajectories: Mapping[str, Trajectories] | None = None,
-    sample_stores: Mapping[str, SampleStore] | None = None,
+    sample_stores: Mapping[str, CompletionListener] | None = None,
     reward_models: Mapping[str, RewardModel] | None = None,
 ) -> AsyncIterator[Application]:
     """Answer requests until the end, over HTTP if `listener` is bound; clients that connect before wait.

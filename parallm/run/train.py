@@ -7,7 +7,7 @@
 import asyncio
 import sys
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,20 +15,24 @@ from pathlib import Path
 from fastapi import FastAPI
 
 from parallm.config.run_folder import link_latest
-from parallm.config.schema import RunConfig, policy_configs
+from parallm.config.schema import RunConfig, policy_configs, shipped
 from parallm.device.blas import BlasReport
 from parallm.environment.environment import AnyEnvironment, connect
-from parallm.errors import CheckpointError
+from parallm.errors import CheckpointError, ConfigError
+from parallm.integrations.atropos.intake import Rescorer
+from parallm.integrations.atropos.launcher import LaunchContext, Launcher
+from parallm.integrations.atropos.scored_group import Limits
+from parallm.integrations.atropos.trainer_client import TrajectoryApi
 from parallm.interrupts import stop_on_signals, until_signal
 from parallm.metrics.display import Display
 from parallm.metrics.eta import Schedule
 from parallm.metrics.formatting import short_path
 from parallm.metrics.live_display import make_display
 from parallm.metrics.summary import RunSummary, flat_reward_advice
-from parallm.reports import TrainingStatus
+from parallm.model.adapters.names import of_alias
+from parallm.model.load import find_folder
 from parallm.rollout.judge import Judge
 from parallm.run.build_trainer import build_policy_run, rescue_adapter, write_final_adapter
-from parallm.run.child_processes import start_atropos
 from parallm.run.operator_state import check_given
 from parallm.run.policy_runs import (
     PolicyRun,
@@ -40,9 +44,9 @@ from parallm.run.policy_runs import (
     train_all,
 )
 from parallm.run.runtime import Runtime, RuntimeSettings, header_of, open_application, open_runtime, resolve_model
-from parallm.run.training_data import TrainingData, read_training_data
+from parallm.run.training_data import read_training_data
 from parallm.server.operation.http_server import HttpServer, Listener, listening
-from parallm.types import POLICY
+from parallm.types import LATEST, POLICY
 
 
 def run_training(config: RunConfig, folder: Path, blas: BlasReport) -> int:
@@ -128,7 +132,14 @@ async def open_training(
     """
     configs = policy_configs(config)
     data = {name: read_training_data(policy, environment) for name, policy in configs.items()}
-    schedules = {name: _schedule(policy, data[name]) for name, policy in configs.items()}
+    schedules = {
+        name: Schedule(
+            total_steps=policy.trainer.steps,
+            evaluate_every=policy.trainer.evaluate_every if data[name].has_held_out else None,
+            waits_for_others=policy.rollout.source != "environment",
+        )
+        for name, policy in configs.items()
+    }
     is_auto_lines = config.policies and config.metrics.display == "auto"  # a live table shows one policy
     display = make_display("lines" if is_auto_lines else config.metrics.display, sys.stdout, is_logged=True)
     async with AsyncExitStack() as stack:
@@ -146,7 +157,7 @@ async def open_training(
             policies += (await build_policy_run(spec, policy_runtime, data[spec.name], stack),)
         processes = await stack.enter_async_context(AsyncExitStack())
         for policy in policies:
-            await start_atropos(policy, runtime, listener.url, processes)
+            await _start_atropos(policy, runtime, listener.url, processes)
         versions = {policy.name: policy.resumed_version for policy in policies}
         for text in await runtime.restore(config.server.adapters, versions):
             display.message(text)
@@ -158,10 +169,12 @@ async def open_training(
             open_application(
                 runtime,
                 listener,
-                partial(_status, policies),
+                lambda: combined_status({policy.name: policy.status for policy in policies}),
                 training=control,
                 trajectories={policy.name: policy.live for policy in policies if policy.live},
-                sample_stores={policy.name: policy.atropos.sample_store for policy in policies if policy.atropos},
+                sample_stores={
+                    policy.name: policy.atropos.sample_store.record for policy in policies if policy.atropos
+                },
                 reward_models={policy.name: model for policy in policies if (model := policy.reward_model) is not None},
             )
         )
@@ -207,13 +220,43 @@ def _settings(config: RunConfig, folder: Path) -> RuntimeSettings:
     )
 
 
-def _schedule(config: RunConfig, data: TrainingData) -> Schedule:
-    return Schedule(
-        total_steps=config.trainer.steps,
-        evaluate_every=config.trainer.evaluate_every if data.has_held_out else None,
-        waits_for_others=config.rollout.source != "environment",
+async def _start_atropos(run: PolicyRun, runtime: Runtime, url: str | None, processes: AsyncExitStack) -> None:
+    """Start and supervise the processes of a run on Atropos until `processes` is closed, and ask run-api for batches.
+
+    `url` is the server's, if there is one. Does nothing for other runs. Raises ConfigError for a process that cannot be
+    started.
+    """
+    if run.atropos is None:
+        return
+    config, settings, url = run.spec.config, run.spec.config.rollout.atropos, url or ""
+    if settings.start.environments and not url.startswith("http"):
+        raise ConfigError(
+            "rollout.atropos.start.environments: they ask this process for completions over HTTP; leave server.uds "
+            "unset and server.enabled=true"
+        )
+    context = LaunchContext(
+        rollout=config.rollout,
+        server=url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:"),
+        recipes=str(shipped("recipes")),
+        tokenizer=str(find_folder(config.model.path)),
+        model=run.name,
+    )
+    api = TrajectoryApi(settings)
+    processes.push_async_callback(api.close)
+    launcher = Launcher(context, run.spec.folder.absolute(), api=api, facts=run.atropos.facts)
+    processes.push_async_callback(launcher.close)
+    run.atropos.explain = launcher.explain
+    await launcher.start()
+    processes.push_async_callback(_cancel, asyncio.create_task(launcher.run()))
+    run.atropos.connect(
+        Limits(max_tokens=settings.max_token_len, num_token_ids=runtime.model.vocabulary_size),
+        Rescorer(runtime.engine.generate_all, of_alias(LATEST, run.name)),
+        partial(runtime.model.tokenizer.decode, special=True),
+        run.version,
     )
 
 
-def _status(policies: tuple[PolicyRun, ...]) -> TrainingStatus:
-    return combined_status({policy.name: policy.status for policy in policies})
+async def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task

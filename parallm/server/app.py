@@ -17,7 +17,7 @@ from starlette.responses import RedirectResponse, Response
 from parallm.errors import ParallmError
 from parallm.server.connection import error_response
 from parallm.server.control.routes_adapters import adapter_alias_routes, adapter_routes
-from parallm.server.control.routes_engine import engine_routes, queue_routes, share_routes
+from parallm.server.control.routes_engine import engine_routes, load_routes
 from parallm.server.control.routes_scores import score_routes
 from parallm.server.control.routes_splits import split_routes
 from parallm.server.control.routes_training import training_routes
@@ -45,9 +45,8 @@ ROUTES: Sequence[Callable[[Service], APIRouter]] = (
     training_routes,
     trajectory_routes,
     engine_routes,
-    queue_routes,
+    load_routes,
     split_routes,
-    share_routes,
     score_routes,
 )
 

@@ -52,16 +52,11 @@ class EngineGateway:
         self._traces = traces
         self._listeners = listeners
         self._coalescer = StreamCoalescer(settings.coalesce_ms)
-        self._open = asyncio.Event()
-        self._open.set()
+        self.is_paused = False
         self._settled = asyncio.Event()
         """Set when no request runs, and at the end of a pause."""
         self._running: dict[str, str | None] = {}  # request id -> name of its key
         self._held: dict[str, _HeldRequest] = {}
-
-    @property
-    def is_paused(self) -> bool:
-        return not self._open.is_set()
 
     @property
     def num_held(self) -> int:
@@ -99,24 +94,21 @@ class EngineGateway:
                     timer.count_event(event)
                     yield event
                 return
-            completions: list[Completion] = []
             num_events = 0
             with self._in_flight(request):
                 async with aclosing(self._engine.stream(request)) as events:
                     async for event in events:
-                        if event.completion is not None:
-                            completions.append(event.completion)
                         timer.count_event(event)
                         yield event
                         num_events += 1
                         if num_events >= timer.num_unfinished > 0:  # each unfinished completion has had an event
                             num_events = 0
                             await self._coalescer.wait()
-            self._notify(request, completions)
+            self._notify(request, timer.completions)
 
     async def pause(self, mode: PauseMode) -> None:
         """Admit no new requests; return once running ones have done what `mode` says, or at `resume`."""
-        self._open.clear()
+        self.is_paused = True
         if mode == "keep":
             await self._engine.pause()
             return
@@ -129,7 +121,7 @@ class EngineGateway:
 
     async def resume(self) -> None:
         await self._engine.resume()
-        self._open.set()
+        self.is_paused = False
         self._settled.set()
         for held in self._held.values():
             held.end(is_admitted=True)
@@ -159,7 +151,7 @@ class EngineGateway:
         name = request.request_id
         if name in self._running or name in self._held:
             raise InvalidRequest(f"request id {answer_id(name)!r} is in use", "request_id")
-        if self._open.is_set():
+        if not self.is_paused:
             return True
         if len(self._held) >= MAX_HELD:
             raise EngineFull(f"the server is paused and {MAX_HELD} requests wait already; try again after /resume")
@@ -196,7 +188,7 @@ class EngineGateway:
             error = sys.exception()
             timer.end()
             if self._traces is not None:
-                timer.trace(self._traces, self._catalog(), _name(error))
+                timer.trace(self._traces, self._catalog(), error)
 
     def _notify(self, request: GenerationRequest, completions: Sequence[Completion]) -> None:
         for listener in self._listeners:
@@ -247,7 +239,7 @@ class RequestTimer:
         self._first: dict[int, float] = {}
         self._last: dict[int, float] = {}
         self.num_unfinished = request.n
-        self._completions: list[Completion] = []
+        self.completions: list[Completion] = []
         self._num_tokens = 0
         self._context = current_request.get()
         metrics.n.observe(request.n)
@@ -285,7 +277,7 @@ class RequestTimer:
 
     def end_completion(self, completion: Completion) -> None:
         self.num_unfinished -= 1
-        self._completions.append(completion)
+        self.completions.append(completion)
         self._metrics.finished[completion.finish_reason].inc()
         self._metrics.lengths.observe(len(completion.tokens))
 
@@ -297,9 +289,9 @@ class RequestTimer:
         if self.num_unfinished:
             self._metrics.finished["abort"].inc(self.num_unfinished)
 
-    def trace(self, traces: Traces, cards: Sequence[AdapterCard], error: str | None) -> None:
+    def trace(self, traces: Traces, cards: Sequence[AdapterCard], error: BaseException | None) -> None:
         """Record the whole request as a span."""
-        completions = self._completions
+        completions = self.completions
         traces.record(
             self._request,
             self._context,
@@ -308,7 +300,7 @@ class RequestTimer:
             completions=completions,
             num_tokens=self._num_tokens,
             model=answered_by(self._request.model, completions[0], cards) if completions else None,
-            error=error,
+            error=_name(error),
         )
 
 

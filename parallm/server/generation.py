@@ -326,18 +326,18 @@ class EventStream(Response):
             await self._source.aclose()
 
     async def _send_events(self, send: Send) -> None:
-        while (event := await self._next_event()) is not None:
+        """Send events to the end. A failure becomes the last one."""
+        while True:
+            try:
+                event = await anext(self._events, None)
+            except Exception as error:
+                if not isinstance(error, ParallmError):  # the status is sent already: the log alone can hold the cause
+                    logger.exception("the stream %s failed", self._name)
+                event = self._failed(error)
+            if event is None:
+                break
             await self._send(send, event)
         await self._send(send, b"", is_last=True)
-
-    async def _next_event(self) -> bytes | None:
-        """Return the next event, None at the end. A failure becomes the last event."""
-        try:
-            return await anext(self._events, None)
-        except Exception as error:
-            if not isinstance(error, ParallmError):  # the status is sent already: the log alone can hold the cause
-                logger.exception("the stream %s failed", self._name)
-            return self._failed(error)
 
     async def _send(self, send: Send, body: bytes, *, is_last: bool = False) -> None:
         """Wait while the client's buffers are full. Raises ClientDisconnect if it takes nothing for too long."""

@@ -227,9 +227,3 @@ class Trajectories(Protocol):
     def report(self) -> TrajectoryReport: ...
     def listen(self, on_reward: Callable[[str, float], None]) -> None:
         """Call `on_reward` with the id and the sum of each reward from now on, those of scoring functions included."""
-
-
-class SampleStore(Protocol):
-    """Interface of `integrations.atropos.sample_store.SampleStore`: remembers what one policy has answered."""
-
-    def record(self, request: GenerationRequest, completions: Sequence[Completion]) -> None: ...

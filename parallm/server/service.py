@@ -7,13 +7,12 @@ from dataclasses import dataclass, field
 from parallm.reports import TrainingStatus
 from parallm.server.catalog import resolved
 from parallm.server.control.traffic_splits import TrafficSplits, VersionStatistics
-from parallm.server.engine_gateway import EngineGateway
+from parallm.server.engine_gateway import CompletionListener, EngineGateway
 from parallm.server.interfaces import (
     Adapters,
     Device,
     EngineClient,
     RewardModels,
-    SampleStore,
     Tokenizer,
     Training,
     Trajectories,
@@ -48,8 +47,8 @@ class Service:
     """Control of training; without one, its routes answer that this process has none."""
     trajectories: Mapping[str, Trajectories] = field(default_factory=dict)
     """Sources of policies that learn from clients' completions, by policy."""
-    sample_stores: Mapping[str, SampleStore] = field(default_factory=dict)
-    """Stores that get each request that a policy has answered, by policy."""
+    sample_stores: Mapping[str, CompletionListener] = field(default_factory=dict)
+    """Functions that get each request that a policy has answered, by policy."""
     swaps: Callable[[], Mapping[str, int]] = dict
     """Number of changes of the version that each adapter's bare name means."""
     reward_models: Callable[[], RewardModels] = dict
@@ -83,10 +82,10 @@ class Service:
             metrics=self.request_metrics,
             catalog=self.catalog,
             traces=self.traces,
-            listeners=[self.statistics.count, self._record_samples] if self.sample_stores else [self.statistics.count],
+            listeners=[self.statistics.count, self._record_samples],
         )
 
     def _record_samples(self, request: GenerationRequest, completions: Sequence[Completion]) -> None:
         policy = resolved(request.model, self.catalog(), self.policies).partition("@")[0]
         if policy in self.sample_stores:
-            self.sample_stores[policy].record(request, completions)
+            self.sample_stores[policy](request, completions)

@@ -34,7 +34,10 @@ class Publication:
 
     def publish(self, adapter: Adapter, *, serve: bool | None = None) -> None:
         """Publish the version of an update. `serve`: whether clients get it; None: as the settings say."""
-        self._publish(adapter, serve=not self._waits if serve is None else serve)
+        serve = not self._is_held() and (not self._waits if serve is None else serve)
+        self._adapters.publish(adapter, serve=serve)
+        if serve:
+            self._served = adapter.version
 
     def evaluated(self, report: EvaluationReport) -> None:
         """Serve the evaluated version if it is good enough; log if it is not."""
@@ -47,11 +50,11 @@ class Publication:
         """Publish `adapter`, the last good weights; clients get it if they got its bad successor."""
         if adapter.version <= _version(self._adapters.resolve(of_alias(LATEST, self._policy))):
             return  # there was no update to undo
-        self._publish(adapter, serve=self._served > (adapter.parent or 0))
+        self.publish(adapter, serve=self._served > (adapter.parent or 0))
 
     def renumbered(self, adapter: Adapter) -> None:
         """Publish `adapter`, which had its parent's number; clients get it if they got that."""
-        self._publish(adapter, serve=not self._waits or self._served == adapter.parent)
+        self.publish(adapter, serve=not self._waits or self._served == adapter.parent)
 
     def counters(self) -> dict[str, Any]:
         """Counters for a checkpoint."""
@@ -66,16 +69,13 @@ class Publication:
         if counters["served"] == 0:
             return
         try:
-            self._adapters.promote(counters["served"], name=self._policy)
-            self._served = counters["served"]
+            self._promote(counters["served"])
         except UnknownModel:
             self._serve_alias(fallback, counters["served"])
 
-    def _publish(self, adapter: Adapter, *, serve: bool) -> None:
-        serve = not self._is_held() and serve
-        self._adapters.publish(adapter, serve=serve)
-        if serve:
-            self._served = adapter.version
+    def _promote(self, version: int) -> None:
+        self._adapters.promote(version, name=self._policy)
+        self._served = version
 
     def _is_held(self) -> bool:
         """Whether an operator's promotion holds. Promoting the newest version follows newer ones."""
@@ -99,8 +99,7 @@ class Publication:
         except UnknownModel:
             fallback = None
         if fallback is not None:
-            self._adapters.promote(fallback.version, name=self._policy)
-            self._served = fallback.version
+            self._promote(fallback.version)
         logger.warning(
             "version %d, which clients got as %s, was not kept; they get %s until an evaluation finds a newer one "
             "good enough",
@@ -113,8 +112,7 @@ class Publication:
         best = report.score if self._best is None else self._best
         if report.score >= best - self._margin:
             if not self._is_held():
-                self._adapters.promote(report.version, name=self._policy)
-                self._served = report.version
+                self._promote(report.version)
             return
         logger.warning(
             "version %d is not served: its %s, the best was %s (trainer.publish_margin=%g); %s stays %s",

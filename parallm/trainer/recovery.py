@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from parallm.rollout.scoring import error_location
 from parallm.trainer.context import TrainerContext
 from parallm.trainer.guard import Guard, Verdict
 from parallm.trainer.publication import Publication
-from parallm.types import FaultyEpisode, Problem, Trajectory, TrajectoryGroup
+from parallm.types import FaultyEpisode, Problem, TrajectoryGroup
 
 MAX_FAULTY = 16
 """Completions without a reward that a step keeps of each kind, because an environment may fail at all of them."""
@@ -38,21 +39,20 @@ class Recovery:
 
         `trained`: the groups of the update. `sampled`: all groups that the policy sampled.
         """
-        verdict = self._guard.judge(metrics, sampled)
+        verdict, update = self._guard.judge(metrics, sampled), metrics.update
         for text in verdict.warnings:
             logger.warning("step %d: %s", metrics.step, text)
-        if metrics.update is not None and metrics.update.left_out:
-            left_out = metrics.update.left_out
+        if update is not None and update.left_out:
             logger.warning(
                 "step %d: %d completions were left out of training, whose rewards float32 cannot hold (%s)",
                 metrics.step,
-                len(left_out),
-                named_culprits(left_out),
+                len(update.left_out),
+                named_culprits(update.left_out),
             )
-        if metrics.update is not None and metrics.update.fault is not None:
+        if update is not None and update.fault is not None:
             logger.warning("step %d: %s", metrics.step, verdict.reason)
         folder = self._context.recorder.folder
-        file = write_faults(folder, metrics.step, update=metrics.update, trained=trained, sampled=sampled)
+        file = write_faults(folder, metrics.step, update=update, trained=trained, sampled=sampled)
         if file is not None:
             logger.warning("step %d: the trajectories to blame are in %s", metrics.step, file)
         if verdict.action == "roll_back":
@@ -119,26 +119,14 @@ def _first_of_each_kind(groups: Sequence[TrajectoryGroup]) -> Iterator[tuple[Pro
 
 def _culprit_row(step: int, fault: FaultKind | None, culprit: Culprit, group: TrajectoryGroup) -> dict[str, Any]:
     """Everything needed to compute it again; values that JSON cannot hold are null and named in `reason`."""
-    trajectory: Trajectory = group.trajectories[culprit.index]
     return {
         "step": step,
         "fault": fault,
         "reason": culprit.reason,
         **_problem_row(group.problem),
         "index": culprit.index,
-        "text": trajectory.text,
-        "reward": trajectory.reward,
-        "reward_parts": trajectory.reward_parts,
         "group_rewards": group.rewards,
-        "finish_reason": trajectory.finish_reason,
-        "temperature": trajectory.temperature,
-        "weight_versions": [
-            {"version": span.version, "start": span.start, "end": span.end} for span in trajectory.weight_versions
-        ],
-        "prompt_tokens": trajectory.prompt_tokens,
-        "tokens": trajectory.tokens,
-        "loss_mask": trajectory.loss_mask,
-        "logprobs": trajectory.logprobs,
+        **asdict(group.trajectories[culprit.index]),
     }
 
 

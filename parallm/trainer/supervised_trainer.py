@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
@@ -22,30 +22,9 @@ from parallm.trainer.step_metrics import step_metrics
 from parallm.types import TrajectoryGroup
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SupervisedData:
-    """Demonstrations or pairs in shuffled epochs."""
-
-    groups: Mapping[str, TrajectoryGroup]
-    """Groups by problem id."""
-    stream: ProblemStream
-    per_step: int
-
-    def groups_at(self, cursor: int) -> list[TrajectoryGroup]:
-        """Return the groups of the step that begins with the `cursor`-th draw."""
-        return [self.groups[self.stream.at(index).problem_id] for index in range(cursor, cursor + self.per_step)]
-
-
 def tokenize(examples: Sequence[Example], model: SharedModel) -> list[TrajectoryGroup]:
     """Raises ProblemError for an example that cannot be used."""
     return [to_group(example, model.tokenizer, model.max_context) for example in examples]
-
-
-def supervised_data(groups: Sequence[TrajectoryGroup], *, per_step: int, seed: int) -> SupervisedData:
-    stream = ProblemStream([group.problem for group in groups], seed)
-    return SupervisedData(
-        groups={group.problem.problem_id: group for group in groups}, stream=stream, per_step=per_step
-    )
 
 
 def add_held_out_loss(context: TrainerContext, held_out: Sequence[TrajectoryGroup]) -> TrainerContext:
@@ -63,9 +42,20 @@ def add_held_out_loss(context: TrainerContext, held_out: Sequence[TrajectoryGrou
 class SupervisedTrainer(Loop):
     """Trains on demonstrations or pairs; samples nothing."""
 
-    def __init__(self, context: TrainerContext, data: SupervisedData, settings: TrainerSettings) -> None:
+    def __init__(
+        self,
+        context: TrainerContext,
+        groups: Sequence[TrajectoryGroup],
+        stream: ProblemStream,
+        settings: TrainerSettings,
+        *,
+        per_step: int,
+    ) -> None:
+        """`stream`: the problems of `groups` in shuffled epochs."""
         super().__init__(context, settings)
-        self._data = data
+        self._groups = {group.problem.problem_id: group for group in groups}
+        self._stream = stream
+        self._per_step = per_step
         self._cursor = 0  # draws of finished steps
 
     def resume(self, state: TrainingState) -> None:
@@ -76,7 +66,8 @@ class SupervisedTrainer(Loop):
     async def _one_step(self) -> Verdict:
         began, served = time.perf_counter(), self._served()
         self._set("updating")
-        groups = self._data.groups_at(self._cursor)
+        indices = range(self._cursor, self._cursor + self._per_step)
+        groups = [self._groups[self._stream.at(index).problem_id] for index in indices]
         update = await self._update(groups, max_tokens=1)
         seconds = time.perf_counter() - began
         metrics = step_metrics(
@@ -90,7 +81,7 @@ class SupervisedTrainer(Loop):
         length = fmean(len(group.trajectories[0].tokens) for group in groups)
         metrics = replace(metrics, completion_length_mean=length, is_supervised=True)
         verdict = await self._judge(metrics, trained=groups)
-        self._cursor += self._data.per_step
+        self._cursor += self._per_step
         self._finish(metrics)
         return verdict
 

@@ -3,13 +3,14 @@
 import json
 import logging
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from parallm.config.process_log import LogLevel, error_line, logging_to
-from parallm.metrics.log_capture import LogCapture
+from parallm.metrics.log_capture import captured_logs
 from parallm.server.operation.request_log import request_log, writing_request_log
 
 own, foreign = logging.getLogger("parallm.trainer.loop"), logging.getLogger("another.program")
@@ -82,17 +83,13 @@ def test_a_display_takes_text_from_the_console_and_leaves_json_there(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shown: list[str] = []
-    capture = LogCapture(lambda text, _: shown.append(text))
-    with logging_to(tmp_path / "run.log", None, "json"):
-        capture.start()
+    capture = partial(captured_logs, lambda text, _: shown.append(text))
+    with logging_to(tmp_path / "run.log", None, "json"), capture():
         own.warning("careful")
-        capture.stop()
     assert ([line["message"] for line in lines_of(capsys.readouterr().err)], shown) == (["careful"], [])
-    with logging_to(tmp_path / "run.log", None, "text"), writing_request_log("stderr"):
-        capture.start()
+    with logging_to(tmp_path / "run.log", None, "text"), writing_request_log("stderr"), capture():
         own.warning("again")
         request_log.info("request")
-        capture.stop()
     assert shown == ["again"]
     assert [line["message"] for line in lines_of(capsys.readouterr().err)] == ["request"]
 

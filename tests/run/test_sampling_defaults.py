@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from parallm.errors import ConfigError
-from parallm.run.sampling_defaults import sampling_defaults, set_values
+from parallm.run.sampling_defaults import sampling_defaults
 from parallm.server.settings import SamplingDefaults, ServerSettings
 
 QWEN = {
@@ -29,7 +29,7 @@ def write(folder: Path, values: object) -> Path:
 
 def told(model: Path, choice: str, **override: Any) -> dict[str, float]:
     settings = ServerSettings(generation_config=choice, override_generation_config=SamplingDefaults(**override))
-    return set_values(sampling_defaults(settings, model))
+    return sampling_defaults(settings, model)
 
 
 def test_a_model_brings_its_own_where_that_is_asked_for(tmp_path: Path) -> None:

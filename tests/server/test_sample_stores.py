@@ -27,7 +27,7 @@ def memory() -> Memory:
 def client(engine: Any, tokenizer: Any, memory: Memory) -> TestClient:
     cards: tuple[AdapterCard, ...] = ()
     return TestClient(
-        make_app(engine, tokenizer, catalog=lambda: cards, sample_stores={"policy": memory}),
+        make_app(engine, tokenizer, catalog=lambda: cards, sample_stores={"policy": memory.record}),
         base_url="http://localhost",
     )
 

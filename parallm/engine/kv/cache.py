@@ -8,7 +8,7 @@ Axes: S slots, B rows, A outlier rows, H key-value heads, Q query heads, L posit
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
@@ -23,25 +23,16 @@ from parallm.model.shared_model import PlainCache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Appended:
-    """One step's keys and values (B, H, 1, D), and the buffers that they were written to."""
+class Fetched:
+    """What `attend` can read in place of what the model got from `update_and_fetch`."""
 
-    keys: mx.array
-    values: mx.array
-    buffers: list[mx.array]
-    """The buffers before the write."""
     view: mx.array
     """The keys that the model got; `attend` recognises them."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpanViews:
-    """Contents of a layer's slots, (S, H, L, D), where several rows share a slot."""
-
     keys: mx.array
+    """The step's own, (B, H, 1, D); contents of the slots, (S, H, L, D), where several rows share one."""
     values: mx.array
-    view: mx.array
-    """The keys that the model got, one for each row; `attend` recognises them."""
+    buffers: list[mx.array] = field(default_factory=list)
+    """The buffers before the step's own were written; none where rows share slots."""
 
 
 class SlotCache(OwnCache):
@@ -51,9 +42,7 @@ class SlotCache(OwnCache):
         self._metadata = metadata
         self.state = list(buffers)
         """Keys and values (S, H, L, D); empty before the first sequence."""
-        # both are set between `update_and_fetch` and `attend` only
-        self._span_views: SpanViews | None = None
-        self._appended: Appended | None = None
+        self._fetched: Fetched | None = None  # set between `update_and_fetch` and `attend` only
 
     @property
     def offset(self) -> mx.array:
@@ -66,7 +55,7 @@ class SlotCache(OwnCache):
 
     def update_and_fetch(self, keys_BH1D: mx.array, values_BH1D: mx.array) -> tuple[mx.array, mx.array]:
         """Write one position per row; views of the slots' keys and values up to the longest row."""
-        metadata, before, self._span_views = self._metadata, self.state, None
+        metadata, before, self._fetched = self._metadata, self.state, None
         assert before, "a sequence joined before the first step"
         if on_cuda():  # new names for the written arrays, so that `attend` finds the buffers as they were
             self.state = [buffer[...] for buffer in before]
@@ -76,10 +65,10 @@ class SlotCache(OwnCache):
         if metadata.spans is not None:
             # for models that compute with keys themselves; `attend` never evaluates these copies
             copies = keys[metadata.spans.slots_B], values[metadata.spans.slots_B]
-            self._span_views = SpanViews(keys=keys, values=values, view=copies[0])
+            self._fetched = Fetched(view=copies[0], keys=keys, values=values)
             return copies
         if on_cuda():
-            self._appended = Appended(keys=keys_BH1D, values=values_BH1D, buffers=before, view=keys)
+            self._fetched = Fetched(view=keys, keys=keys_BH1D, values=values_BH1D, buffers=before)
         return keys, values
 
     def attend(
@@ -94,27 +83,21 @@ class SlotCache(OwnCache):
     ) -> mx.array:
         """Queries (B, Q, 1, D) over views (B, H, L, D) -> (B, Q, 1, D). A kernel that can do it writes the step's keys
         and values, too, and the write that the views wait for is never evaluated."""
-        appended, self._appended = self._appended, None
-        views, self._span_views = self._span_views, None
-        if views is not None and keys is views.view and self._metadata.spans is not None:
-            span_mask = self._metadata.span_mask(mask)
-            if span_mask is not None:
-                grouped = self._metadata.spans.gathered(queries)
-                output = attention(grouped, views.keys, views.values, scale=scale, mask=span_mask, sinks=sinks)
-                return self._metadata.spans.scattered(output)
-        del views
-        window = self._metadata.window_of(mask)
-        if (
-            appended is not None
-            and keys is appended.view
-            and window is not None
-            and sinks is None
-            and fits(queries, *appended.buffers)
-        ):
-            self.state = appended.buffers
-            return self._append_and_attend(queries, appended, scale, window)
+        fetched, self._fetched = self._fetched, None
+        if fetched is not None and keys is fetched.view:
+            if self._metadata.spans is not None:
+                span_mask = self._metadata.span_mask(mask)
+                if span_mask is not None:
+                    grouped = self._metadata.spans.gathered(queries)
+                    output = attention(grouped, fetched.keys, fetched.values, scale=scale, mask=span_mask, sinks=sinks)
+                    return self._metadata.spans.scattered(output)
+            else:
+                window = self._metadata.window_of(mask)
+                if window is not None and sinks is None and fits(queries, *fetched.buffers):
+                    self.state = fetched.buffers
+                    return self._append_and_attend(queries, fetched, scale, window)
         self._metadata.needs_contiguous = True
-        del appended  # no other name may hold the buffers when they are written, or MLX copies them
+        del fetched  # no other name may hold the buffers when they are written, or MLX copies them
         outliers = self._metadata.outliers
         if outliers is None or not isinstance(mask, mx.array):
             return attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
@@ -127,14 +110,14 @@ class SlotCache(OwnCache):
         )
         return output
 
-    def _append_and_attend(self, queries: mx.array, appended: Appended, scale: float, window: int) -> mx.array:
-        keys_SHLD, values_SHLD = appended.buffers
+    def _append_and_attend(self, queries: mx.array, fetched: Fetched, scale: float, window: int) -> mx.array:
+        keys_SHLD, values_SHLD = fetched.buffers
         slots_B, lengths_B = self._metadata.slots_B, self._metadata.lengths_B
-        queries, keys, rotation = before_rotation(queries, appended.keys, lengths_B, keys_SHLD.dtype)
+        queries, keys, rotation = before_rotation(queries, fetched.keys, lengths_B, keys_SHLD.dtype)
         return append_and_attend(
             queries,
             keys,
-            appended.values,
+            fetched.values,
             keys_SHLD,
             values_SHLD,
             slots_B,

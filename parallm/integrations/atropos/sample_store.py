@@ -15,7 +15,7 @@ from functools import partial
 import numpy as np
 
 from parallm.rollout.settings import AtroposSettings
-from parallm.types import Completion, FinishReason, GenerationRequest, SamplingParams, WeightSpan
+from parallm.types import Completion, FinishReason, GenerationRequest, WeightSpan
 
 HASH_FACTORS = np.random.default_rng(0).integers(2**64, size=1 << 16, dtype=np.uint64, endpoint=False)
 """Factors by position: a sequence's hash is the sum of each token times its factor. Matches are compared token by
@@ -91,8 +91,17 @@ class SampleStore:
         prompt = self._prompts.get(key)
         if prompt is None or not np.array_equal(prompt.tokens_P, tokens_P):
             prompt = self._prompts[key] = _Prompt(tokens_P)
+        sampling = request.sampling
+        filters = (sampling.top_p, sampling.top_k, sampling.min_p)
         for completion in sampled:
-            prompt.completions[self.num_recorded] = _sampled(completion, request.sampling)
+            prompt.completions[self.num_recorded] = SampledCompletion(
+                tokens_N=np.asarray(completion.tokens, np.int32),
+                logprobs_N=np.asarray(completion.logprobs, np.float32),
+                spans=completion.weight_versions,
+                temperature=sampling.temperature,
+                is_filtered=sampling.has_logits_processors or filters != (1.0, 0, 0.0),
+                finish_reason=completion.finish_reason,
+            )
             num_tokens = len(completion.tokens) + len(tokens_P)  # a shared prompt counts once per completion
             self._arrivals.append((now, key, self.num_recorded, num_tokens))
             self.num_recorded += 1
@@ -184,15 +193,3 @@ def _num_equal(first_T: np.ndarray, second_N: np.ndarray) -> int:
     length = min(len(first_T), len(second_N))
     differs = np.flatnonzero(first_T[:length] != second_N[:length])
     return int(differs[0]) if len(differs) else length
-
-
-def _sampled(completion: Completion, sampling: SamplingParams) -> SampledCompletion:
-    filters = (sampling.top_p, sampling.top_k, sampling.min_p)
-    return SampledCompletion(
-        tokens_N=np.asarray(completion.tokens, np.int32),
-        logprobs_N=np.asarray(completion.logprobs, np.float32),
-        spans=completion.weight_versions,
-        temperature=sampling.temperature,
-        is_filtered=sampling.has_logits_processors or filters != (1.0, 0, 0.0),
-        finish_reason=completion.finish_reason,
-    )

@@ -243,14 +243,20 @@ class TrainerClient:
             return
         if self._clock() - self._asked_sizes >= SECONDS_BETWEEN_SIZES:
             self._asked_sizes = self._clock()
-            sizes = await self._api.info()
-            if sizes != self._registration().sizes:
-                self._lose(f"it holds {describe(sizes)}")
+            if not await self._is_registered():
                 return
         self.facts.state, self.facts.problem = "waiting", ""
         if self.facts.num_queued and self._clock() - self._asked_example >= SECONDS_BETWEEN_EXAMPLES:
             self._asked_example = self._clock()
             self.facts.last_group_size = await self._api.latest_size()
+
+    async def _is_registered(self, before: str = "") -> bool:
+        """Whether the API holds this trainer's sizes; else it is lost, for a reason that begins with `before`."""
+        sizes = await self._api.info()
+        is_registered = sizes == self._registration().sizes
+        if not is_registered:
+            self._lose(f"{before}it holds {describe(sizes)}")
+        return is_registered
 
     async def _look(self) -> int:
         """Return how many batches the API has formed since the last look; 0 if it has begun anew."""
@@ -265,9 +271,7 @@ class TrainerClient:
 
     async def _after_error(self, error: ApiFailed) -> None:
         """Count a batch as lost, which is one with a number that JSON cannot hold, unless the API has begun anew."""
-        sizes = await self._api.info()
-        if sizes != self._registration().sizes:
-            self._lose(f"{error}, and it holds {describe(sizes)}")
+        if not await self._is_registered(f"{error}, and "):
             return
         await self._look()
         self.facts.num_failed_batches += 1

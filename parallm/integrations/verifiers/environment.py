@@ -175,21 +175,20 @@ async def played_opening(source: TaskSource, task: Any) -> tuple[Message, ...]:
 def load_verifiers(settings: VerifiersSettings) -> VerifiersEnvironment:
     """Make the environment that `settings` names. Raises ConfigError for a package that is missing or does not fit."""
     version, module = installed_version(), environment_module(settings.id)
-    found = f"environment.id={settings.id!r}", importlib.metadata.version("verifiers")
+    where, installed = f"environment.id={settings.id!r}", importlib.metadata.version("verifiers")
     # the module of a kind is imported when it is needed, since each fits other versions of the package
     if hasattr(module, "load_environment"):
         if version >= (0, 4):
             raise ConfigError(
-                "{} is of the kind with load_environment, which verifiers {} does not have any more: "
-                "pip install 'verifiers>=0.3.1,<0.4'".format(*found)
+                f"{where} is of the kind with load_environment, which verifiers {installed} does not have any more: "
+                "pip install 'verifiers>=0.3.1,<0.4'"
             )
         kind = importlib.import_module("parallm.integrations.verifiers.classic").ClassicSource
     else:
         if version < (0, 4):
             raise ConfigError(
-                "{} has no load_environment; tasksets, the newer kind of environments, need verifiers 0.4, and {} is "
-                "installed: ".format(*found)
-                + INSTALL
+                f"{where} has no load_environment; tasksets, the newer kind of environments, need verifiers 0.4, and "
+                f"{installed} is installed: {INSTALL}"
             )
         kind = importlib.import_module("parallm.integrations.verifiers.taskset").TasksetSource
     return VerifiersEnvironment(settings, partial(kind, settings.id))

@@ -76,13 +76,13 @@ class TasksetSource:
 
         def begun(trace: vf.Trace) -> None:
             traces.append(trace)
-            self._client.add(trace, exchange)
+            self._client.episodes[trace.id] = trace, exchange
 
         try:
             episode = await self._env.run_episode(task, vf.ModelContext(model=MODEL, client=CLIENT), on_trace=begun)
         finally:
             for trace in traces:
-                self._client.remove(trace)
+                self._client.episodes.pop(trace.id, None)
         return parts_of(episode)
 
 
@@ -129,13 +129,7 @@ class PolicyClient(vf.Client):
     """The model, as the interception server calls it. Episodes under way are known by the ids of their traces."""
 
     def __init__(self) -> None:
-        self._episodes: dict[str, tuple[vf.Trace, Exchange]] = {}
-
-    def add(self, trace: vf.Trace, exchange: Exchange) -> None:
-        self._episodes[trace.id] = (trace, exchange)
-
-    def remove(self, trace: vf.Trace) -> None:
-        self._episodes.pop(trace.id, None)
+        self.episodes: dict[str, tuple[vf.Trace, Exchange]] = {}
 
     async def get_response(
         self,
@@ -147,7 +141,7 @@ class PolicyClient(vf.Client):
         headers: Mapping[str, str] | None = None,
     ) -> vf.Response:
         """Put a call to its episode. Raises ProviderError where that has no turn left, which counts as cut off."""
-        trace, exchange = self._episodes[session_id or ""]
+        trace, exchange = self.episodes[session_id or ""]
         try:
             messages = turn.prompt if turn is not None else dialect.parse_request(body).messages
             answer = await exchange.ask([to_message(message) for message in messages])

@@ -18,9 +18,8 @@ import mlx.nn as nn
 import numpy as np
 
 from parallm.device.streams import DeviceStreams
-from parallm.learner.loss.kl import kl_k3
 from parallm.learner.loss.objective import Objective
-from parallm.learner.loss.policy_loss import LossInputs, is_clipped, objective_loss
+from parallm.learner.loss.policy_loss import LossInputs, is_clipped, kl_k3, objective_loss
 from parallm.learner.optimizer import ParameterLayout
 from parallm.learner.passes.batch import MicroBatch
 from parallm.learner.passes.lm_head import ChunkedHead, Scores, Stages, run_stages

@@ -14,8 +14,8 @@ import mlx.core as mx
 import numpy as np
 
 from parallm.learner.loss.advantage import advantages
-from parallm.learner.loss.kl import kl_estimate
 from parallm.learner.loss.objective import Objective, entropy_threshold
+from parallm.learner.loss.policy_loss import kl_estimate
 from parallm.learner.passes.batch import MicroBatch
 from parallm.learner.passes.lm_head import Scores
 from parallm.model.lora.linear import LoraBinding

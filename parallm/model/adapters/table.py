@@ -7,6 +7,7 @@ A change replaces one immutable `TableState` by another, so readers need no lock
 import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from parallm.errors import AdapterError, UnknownModel
@@ -176,7 +177,11 @@ class AdapterTable:
         Names that mean nothing any more hold nothing.
         """
         with self._lock:
-            held = [adapter.key for model in models if (adapter := self._resolved(model)) is not None]
+            held: set[Key] = set()
+            for model in models:
+                with suppress(UnknownModel):
+                    adapter = self.resolve(model)
+                    held |= set() if adapter is None else {adapter.key}
             self._swap(replace(self._state, held=frozenset(held)))
 
     def copy(self) -> "AdapterTable":
@@ -298,12 +303,6 @@ class AdapterTable:
     def num_swaps(self) -> dict[str, int]:
         """Changes of the version that each bare name means."""
         return dict(self._num_swaps)
-
-    def _resolved(self, model: str) -> Adapter | None:
-        try:
-            return self.resolve(model)
-        except UnknownModel:
-            return None
 
     def _pinned(self, state: TableState, name: str, number: str) -> Adapter | None:
         if not is_number(number):

@@ -26,12 +26,10 @@ def lora_scaling(adapter: Adapter, model: SharedModel) -> LoraScaling:
     if not adapter.is_dora:
         return LoraScaling(scales, {}, dtype, model.joined)
     layers = _layers(model.base)
-    norms = {
-        target: _norms(
-            layers[target], adapter.arrays[f"{target}.lora_a"], adapter.arrays[f"{target}.lora_b"] * scales[target]
-        )
-        for target in adapter.targets
-    }
+    norms: dict[str, mx.array] = {}
+    for target in adapter.targets:
+        a_IR, b_RO = adapter.arrays[f"{target}.lora_a"], adapter.arrays[f"{target}.lora_b"]
+        norms[target] = mx.linalg.norm(_weight(layers[target]) + (a_IR @ (b_RO * scales[target])).T, axis=1)
     mx.eval(norms)
     return LoraScaling(scales, norms, dtype, model.joined)
 
@@ -47,10 +45,6 @@ def initial_magnitudes(model: SharedModel) -> dict[str, mx.array]:
 
 def _layers(base: nn.Module) -> Mapping[str, nn.Module]:
     return {module.target: module.linear for module in base.modules() if isinstance(module, LoraLinear)}
-
-
-def _norms(layer: nn.Module, a_IR: mx.array, scaled_b_RO: mx.array) -> mx.array:
-    return mx.linalg.norm(_weight(layer) + (a_IR @ scaled_b_RO).T, axis=1)
 
 
 def _weight(layer: nn.Module) -> mx.array:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice, takewhile
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from parallm.errors import NotStored, Unavailable, UnknownTrajectory
 from parallm.reports import TrajectoryReport
@@ -33,8 +33,7 @@ trajectory is their cause."""
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Departure:
+class Departure(NamedTuple):
     """A trajectory that has left."""
 
     reason: str
@@ -98,7 +97,7 @@ class BufferState:
                 for name, reservation in self.reserved.items():
                     self.reserved[name] = replace(reservation, record=reservation.record.relabelled(version, now))
             case {"collected": int(num_collected), "left": dict(num_left), "departed": dict(departed)}:
-                left = {name: Departure(reason, reward) for name, (reason, reward) in departed.items()}
+                left = {name: Departure(*departure) for name, departure in departed.items()}
                 self.num_collected += num_collected
                 self.num_left.update(num_left)
                 self.departed.update(left)
@@ -108,10 +107,9 @@ class BufferState:
     def changes(self) -> Iterator[Change]:
         """Return the changes that make this state from nothing."""
         records = [*self.waiting.values(), *(reservation.record for reservation in self.reserved.values())]
-        departed = {name: (departure.reason, departure.reward) for name, departure in self.departed.items()}
         # each of the records will count as collected when it is added
         num_collected = self.num_collected - len(records)
-        yield {"collected": num_collected, "left": dict(self.num_left), "departed": departed}
+        yield {"collected": num_collected, "left": dict(self.num_left), "departed": dict(self.departed)}
         yield from ({"added": record} for record in records)
         for step in sorted({reservation.step for reservation in self.reserved.values()}):
             yield {"reserved": self.reserved_until(step, since=step), "step": step}
@@ -326,15 +324,14 @@ class TrajectoryBuffer:
             raise UnknownTrajectory(f"no trajectory {name} waits for a reward: {cause}")
 
     def _explain(self, reason: str) -> str:
-        match reason:
-            case "no_reward" | "unused":
-                return f"it is older than {self._settings.max_age_seconds:g} s (rollout.live.max_age_seconds)"
-            case "full":
-                return f"{self._settings.max_trajectories} newer ones wait (rollout.live.max_trajectories)"
-            case "stale":
-                return "its version is too old to be trained on (trainer.max_off_policy_steps)"
-            case _:
-                return f"it was dropped ({reason})"
+        late = f"it is older than {self._settings.max_age_seconds:g} s (rollout.live.max_age_seconds)"
+        causes = {
+            "no_reward": late,
+            "unused": late,
+            "full": f"{self._settings.max_trajectories} newer ones wait (rollout.live.max_trajectories)",
+            "stale": "its version is too old to be trained on (trainer.max_off_policy_steps)",
+        }
+        return causes.get(reason, f"it was dropped ({reason})")
 
     def _write_anew(self) -> None:
         self._journal.rewrite(self._state.changes())

@@ -63,7 +63,8 @@ def to_json(value: Any) -> dict[str, Any]:
 
 def read_record(values: dict[str, Any]) -> RecordedTrajectory:
     """Undo `to_json`. Raises KeyError, TypeError or ValueError on anything else."""
-    return RecordedTrajectory(**(values | {"trajectory": read_trajectory(values["trajectory"])}))
+    known = {field.name: values[field.name] for field in fields(RecordedTrajectory) if field.name in values}
+    return RecordedTrajectory(**(known | {"trajectory": read_trajectory(values["trajectory"])}))
 
 
 def read_trajectory(values: dict[str, Any]) -> Trajectory:

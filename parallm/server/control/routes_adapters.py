@@ -33,19 +33,16 @@ class LoadBody(Wire):
     """Folder below `server.adapters_root`: an adapter, a checkpoint or a run, also `RUN@VERSION`."""
 
 
-class PromoteBody(Wire):
-    name: Name = POLICY
-    version: Version
-
-
 class RollBackBody(Wire):
     name: Name = POLICY
 
 
-class AliasBody(Wire):
-    alias: Name
-    name: Name = POLICY
+class PromoteBody(RollBackBody):
     version: Version
+
+
+class AliasBody(PromoteBody):
+    alias: Name
 
 
 class AdapterEntry(Wire):

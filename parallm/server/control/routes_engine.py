@@ -4,7 +4,6 @@ The routes stand under ParaLLM's and vLLM's names and those of SGLang and AReaL;
 """
 
 from collections.abc import Mapping
-from math import isfinite
 from typing import Annotated, Literal
 
 from fastapi import APIRouter
@@ -24,6 +23,7 @@ from parallm.server.service import Service
 from parallm.types import BASE
 
 MAX_ROWS = 1024
+Share = Annotated[float, Field(ge=0, le=1)]
 MODES: Mapping[str, PauseMode] = {
     "abort": "abort",
     "wait": "wait",
@@ -100,6 +100,27 @@ class WarmUpAnswer(Wire):
     """Seconds by the number of rows."""
 
 
+def _check_target(target: float) -> float:
+    if target == 0 or target >= 1:
+        return target
+    raise ValueError("must be at least 1, or 0 for none")
+
+
+class SharesBody(Wire):
+    serving_share: Share | None = None
+    """Share of the engine's time for serving while rollouts run, too."""
+    engine_share: Share | None = None
+    """Share of the device's time for the engine while requests and an update run."""
+    serving_latency_target: Annotated[float, AfterValidator(_check_target)] | None = None
+    """In place of the shares: the factor, at least 1, by which other work may slow serving's tokens; 0 ends it."""
+
+
+class SharesAnswer(Wire):
+    serving_share: float
+    engine_share: float
+    serving_latency_target: float | None = None
+
+
 def engine_routes(service: Service) -> APIRouter:
     router, gateway = APIRouter(), service.gateway
 
@@ -144,7 +165,7 @@ def engine_routes(service: Service) -> APIRouter:
     @router.post("/v1/requests/{request_id:path}/cancel")
     async def cancel(request_id: str) -> Response:
         """End one request by its id, with an admin's key or the one that it came with; it answers with what it has."""
-        return _aborted(await _cancelled(service, gateway, request_id))
+        return _aborted(await _cancelled(service, request_id))
 
     @router.post("/abort_request")
     async def abort_request(http: Request) -> Response:
@@ -165,7 +186,7 @@ def engine_routes(service: Service) -> APIRouter:
     return router
 
 
-def queue_routes(service: Service) -> APIRouter:
+def load_routes(service: Service) -> APIRouter:
     router, gateway = APIRouter(), service.gateway
 
     @router.get("/v1/queue")
@@ -194,57 +215,6 @@ def queue_routes(service: Service) -> APIRouter:
         seconds = await while_connected(http.receive, work)
         return json_response(WarmUpAnswer(seconds={str(rows): taken for rows, taken in seconds.items()}))
 
-    return router
-
-
-async def _pause(http: Request, gateway: EngineGateway, mode: PauseMode) -> Response:
-    await while_connected(http.receive, gateway.pause(mode))
-    return json_response(PauseAnswer(status="paused" if gateway.is_paused else "resumed", is_paused=gateway.is_paused))
-
-
-async def _cancelled(service: Service, gateway: EngineGateway, request_id: str) -> int:
-    """Return the number of ended requests. Raises UnknownRequest if the key has no request of this id."""
-    context = current_request.get()
-    assert context is not None, "middleware.py is around every request"
-    if context.api_role == "admin" or (context.api_role is None and service.settings.control_routes):
-        return await gateway.cancel(request_id)
-    number = await gateway.cancel(request_id, api_key=context.api_key) if context.api_key else 0
-    if number == 0:
-        raise UnknownRequest(f"no request {request_id[:100]!r} is under way")
-    return number
-
-
-def _aborted(number: int) -> Response:
-    return json_response(AbortAnswer(status="aborted", aborted=number))
-
-
-Share = Annotated[float, Field(ge=0, le=1)]
-
-
-def _check_target(target: float) -> float:
-    if target == 0 or (target >= 1 and isfinite(target)):
-        return target
-    raise ValueError("must be at least 1, or 0 for none")
-
-
-class SharesBody(Wire):
-    serving_share: Share | None = None
-    """Share of the engine's time for serving while rollouts run, too."""
-    engine_share: Share | None = None
-    """Share of the device's time for the engine while requests and an update run."""
-    serving_latency_target: Annotated[float, AfterValidator(_check_target)] | None = None
-    """In place of the shares: the factor, at least 1, by which other work may slow serving's tokens; 0 ends it."""
-
-
-class SharesAnswer(Wire):
-    serving_share: float
-    engine_share: float
-    serving_latency_target: float | None = None
-
-
-def share_routes(service: Service) -> APIRouter:
-    router = APIRouter()
-
     @router.get("/v1/shares")
     async def shares() -> Response:
         """Shares of the device for serving and for the engine, while rollouts or an update run, too."""
@@ -262,6 +232,27 @@ def share_routes(service: Service) -> APIRouter:
         return json_response(SharesAnswer(**device.shares()))
 
     return router
+
+
+async def _pause(http: Request, gateway: EngineGateway, mode: PauseMode) -> Response:
+    await while_connected(http.receive, gateway.pause(mode))
+    return json_response(PauseAnswer(status="paused" if gateway.is_paused else "resumed", is_paused=gateway.is_paused))
+
+
+async def _cancelled(service: Service, request_id: str) -> int:
+    """Return the number of ended requests. Raises UnknownRequest if the key has no request of this id."""
+    context = current_request.get()
+    assert context is not None, "middleware.py is around every request"
+    if context.api_role == "admin" or (context.api_role is None and service.settings.control_routes):
+        return await service.gateway.cancel(request_id)
+    number = await service.gateway.cancel(request_id, api_key=context.api_key) if context.api_key else 0
+    if number == 0:
+        raise UnknownRequest(f"no request {request_id[:100]!r} is under way")
+    return number
+
+
+def _aborted(number: int) -> Response:
+    return json_response(AbortAnswer(status="aborted", aborted=number))
 
 
 def _device(service: Service) -> Device:

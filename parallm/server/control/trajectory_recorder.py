@@ -3,13 +3,14 @@
 `generation.respond` makes one recorder for each such answer. Nothing is recorded that a client has not asked for.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from parallm.errors import InvalidRequest, NotStored, Unavailable
 from parallm.server.catalog import resolved
+from parallm.server.control.traffic_splits import VersionStatistics
 from parallm.server.engine_gateway import answer_id
 from parallm.server.interfaces import Trajectories
 from parallm.server.openai.completion_schemas import GenerationBody
@@ -27,8 +28,7 @@ class TrajectoryRecorder:
     """One for each request; None where a split has chosen a model that does not learn."""
     scoring_function: str | None
     metadata: Mapping[str, Any] = field(repr=False)
-    on_record: Callable[[str, GenerationRequest, Completion], None]
-    """Called with the id, the request and the completion of each new trajectory."""
+    statistics: VersionStatistics
 
     def record(self, answer: str, prompt: int, index: int, completion: Completion) -> str | None:
         """Return the id of the new trajectory, that of choice `index` of `answer`, if there is one."""
@@ -38,7 +38,7 @@ class TrajectoryRecorder:
         name, request = trajectory_id(answer, index), self.requests[prompt]
         if not store.record(name, request, completion, self.scoring_function, self.metadata):
             return None
-        self.on_record(name, request, completion)
+        self.statistics.note_trajectory(name, request, completion)
         return name
 
     async def written(self) -> None:
@@ -71,7 +71,7 @@ def recorder_for(body: GenerationBody, service: Service, requests: Sequence[Gene
         stores=stores,
         scoring_function=body.scoring_function,
         metadata=metadata,
-        on_record=service.statistics.note_trajectory,
+        statistics=service.statistics,
     )
 
 

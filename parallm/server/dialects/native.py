@@ -48,7 +48,7 @@ class NativeBuilder:
     def whole(self, model: str, completions: Sequence[Sequence[Completion]]) -> NativeAnswer:
         flat = [completion for group in completions for completion in group]
         return NativeAnswer(
-            request_id=self._body.request_id or self.context.answer_id,
+            request_id=self.context.answer_id,
             step_id=self._body.step_id,
             model=model,
             text=[completion.text for completion in flat],
@@ -124,7 +124,7 @@ class VersionedBuilder:
     def _answer(self, model: str, prompt: int, completion: Completion) -> VersionedAnswer:
         version = version_of(completion)
         return VersionedAnswer(
-            request_id=self._body.request_id or self.context.answer_id,
+            request_id=self.context.answer_id,
             policy_version=version if self._believed is None else self._believed,
             step_id=self._body.step_id,
             prompt_ids=list(self.context.requests[prompt].prompt_tokens),

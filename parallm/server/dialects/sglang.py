@@ -197,7 +197,7 @@ class SglangBuilder:
         request, completion = self.context.requests[prompt], choice if isinstance(choice, Completion) else None
         version = None if completion is None else version_of(completion)
         meta = MetaInfo(
-            id=self._body.request_id or self.context.answer_id,
+            id=self.context.answer_id,
             finish_reason=None if completion is None else self._finish_reason(completion, request),
             prompt_tokens=len(request.prompt_tokens),
             completion_tokens=len(choice.tokens),

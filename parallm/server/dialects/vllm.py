@@ -73,7 +73,7 @@ class LegacyBuilder:
             logprobs=None if self._body.logprobs is None else [_legacy_logprobs(choice) for choice in choices],
             prompt_logprobs=_prompt_logprobs(choices[0], self._body.prompt_logprobs),
             logprobs_mode="temperature",
-            request_id=self._body.request_id or self.context.answer_id,
+            request_id=self.context.answer_id,
             step_id=self._body.step_id,
             model=model,
             policy_versions=[version_of(choice) for choice in choices],
@@ -178,7 +178,7 @@ class TokensBuilder:
 
     def whole(self, model: str, completions: Sequence[Sequence[Completion]]) -> TokensAnswer:
         return TokensAnswer(
-            request_id=self._body.request_id or self.context.answer_id,
+            request_id=self.context.answer_id,
             step_id=self._body.step_id,
             model=model,
             created=self.context.created,

@@ -29,12 +29,8 @@ from parallm.server.service import Service
 from parallm.types import Completion, TokenEvent
 
 Kind = Literal["reasoning", "message"]
-REPEATED = ResponseBody.model_fields.keys() & ResponseAnswer.model_fields.keys() - {
-    "model",
-    "reasoning",
-    "store",
-    "text",
-}
+OWN = {"model", "reasoning", "store", "text"}
+REPEATED = ResponseBody.model_fields.keys() & ResponseAnswer.model_fields.keys() - OWN
 """Fields of the request that its answer repeats as they are."""
 
 
@@ -47,41 +43,17 @@ class ResponsesBuilder:
     def whole(self, model: str, completions: Sequence[Sequence[Completion]]) -> ResponseAnswer:
         ((completion,),) = completions
         part = parse_whole(MessageParser(self.context.tokenizer.output, self.parsing), completion.text)
-        return self.finished(model, completion, _items(part, _status(completion)))
+        return self.answer(model, _items(part, _status(completion)), completion)
 
-    def opening(self, model: str) -> ResponseAnswer:
-        """Return the answer before its first item."""
-        return self._answer(model, "in_progress", [])
-
-    def finished(self, model: str, completion: Completion, items: list[OutputItem]) -> ResponseAnswer:
-        reasoning = "".join(part.text for item in items if isinstance(item, OutputReasoning) for part in item.content)
-        tokens = self.context.usage(len(completion.tokens))
-        usage = ResponseUsage(
-            input_tokens=tokens.prompt_tokens,
-            input_tokens_details=InputDetails(cached_tokens=completion.num_cached_prompt_tokens),
-            output_tokens=tokens.completion_tokens,
-            output_tokens_details=OutputDetails(
-                reasoning_tokens=len(self.context.tokenizer.encode(reasoning)) if reasoning else 0
-            ),
-            total_tokens=tokens.total_tokens,
-        )
-        return self._answer(model, _status(completion), items, completion, usage)
-
-    def _answer(
-        self,
-        model: str,
-        status: Status,
-        output: list[OutputItem],
-        completion: Completion | None = None,
-        usage: ResponseUsage | None = None,
-    ) -> ResponseAnswer:
+    def answer(self, model: str, output: list[OutputItem], completion: Completion | None = None) -> ResponseAnswer:
+        """Build the answer of a `completion`, or while there is none the answer in progress."""
         body = self._body
         is_cut = completion is not None and completion.finish_reason == "length"
         return ResponseAnswer(
             id=self.context.answer_id,
             object="response",
             created_at=self.context.created,
-            status=status,
+            status="in_progress" if completion is None else _status(completion),
             error=None,
             incomplete_details=IncompleteDetails(reason="max_output_tokens") if is_cut else None,
             model=model,
@@ -91,9 +63,21 @@ class ResponsesBuilder:
             store=False,
             text={"format": body.text.format.model_dump(by_alias=True, exclude_unset=True)},
             truncation="disabled",
-            usage=usage,
+            usage=None if completion is None else self._usage(completion, output),
             policy_version=None if completion is None else version_of(completion),
             **body.model_dump(include=set(REPEATED)),
+        )
+
+    def _usage(self, completion: Completion, output: list[OutputItem]) -> ResponseUsage:
+        reasoning = "".join(part.text for item in output if isinstance(item, OutputReasoning) for part in item.content)
+        num_reasoning = len(self.context.tokenizer.encode(reasoning)) if reasoning else 0
+        tokens = self.context.usage(len(completion.tokens))
+        return ResponseUsage(
+            input_tokens=tokens.prompt_tokens,
+            input_tokens_details=InputDetails(cached_tokens=completion.num_cached_prompt_tokens),
+            output_tokens=tokens.completion_tokens,
+            output_tokens_details=OutputDetails(reasoning_tokens=num_reasoning),
+            total_tokens=tokens.total_tokens,
         )
 
 
@@ -155,7 +139,7 @@ class ResponsesStream:
 
     async def encode(self, model: str, first: NumberedEvent, events: Events) -> AsyncGenerator[bytes, None]:
         """Yield the bytes of the answer."""
-        answer = self._builder.opening(model)
+        answer = self._builder.answer(model, [])
         opening = [self._event("response.created", response=answer)]
         opening.append(self._event("response.in_progress", response=answer))
         yield _encode([*opening, *self._events(first[1])])
@@ -178,7 +162,7 @@ class ResponsesStream:
         yield from self._close(_status(completion))
         name = self._builder.context.requests[0].model
         model = answered_by(name, completion, self._service.catalog())
-        answer = self._builder.finished(model, completion, self._items)
+        answer = self._builder.answer(model, self._items, completion)
         yield self._event(f"response.{answer.status}", response=answer)
 
     def _part_events(self, part: MessagePart) -> Iterator[ResponseEvent]:

@@ -169,12 +169,19 @@ def _field_names_of_responses() -> Iterator[None]:
 def _to_chat(body: ResponseBody) -> ChatBody:
     """Raises InvalidRequest where an item does not fit those around it."""
     same = {"model", "lora_adapter", "temperature", "top_p", "stream", "parallel_tool_calls", "user"}
+    form = body.text.format
     fields = body.model_dump(include=same) | {
         "messages": _messages(body),
-        "tools": [_tool(tool.model_dump(exclude_none=True)) for tool in body.tools],
-        "tool_choice": _tool_choice(body),
-        "response_format": _format(body),
+        "tools": [
+            {"type": tool.type, "function": tool.model_dump(exclude_none=True, exclude={"type"})} for tool in body.tools
+        ],
+        "tool_choice": body.tool_choice,
+        "response_format": {"type": form.type},
     }
+    if isinstance(body.tool_choice, ResponseNamedTool):
+        fields["tool_choice"] = {"type": "function", "function": {"name": body.tool_choice.name}}
+    if isinstance(form, ResponseSchemaFormat):
+        fields["response_format"]["json_schema"] = {"name": form.name, "schema": form.json_schema}
     if body.max_output_tokens is not None:
         fields["max_completion_tokens"] = body.max_output_tokens
     if body.reasoning is not None and body.reasoning.effort is not None:
@@ -209,23 +216,6 @@ def _turn(messages: list[dict[str, Any]], name: str | None) -> dict[str, Any]:
     if is_over or (name == "reasoning_content" and "content" in last):
         messages.append({"role": "assistant"})
     return messages[-1]
-
-
-def _tool(tool: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
-
-
-def _tool_choice(body: ResponseBody) -> object:
-    if isinstance(body.tool_choice, ResponseNamedTool):
-        return {"type": "function", "function": {"name": body.tool_choice.name}}
-    return body.tool_choice
-
-
-def _format(body: ResponseBody) -> dict[str, Any]:
-    form = body.text.format
-    if isinstance(form, ResponseSchemaFormat):
-        return {"type": "json_schema", "json_schema": {"name": form.name, "schema": form.json_schema}}
-    return {"type": form.type}
 
 
 def _model_list(service: Service) -> ModelList:

@@ -38,8 +38,7 @@ AnyBody = TypeVar("AnyBody", bound=Wire)
 
 def completion_requests(body: CompletionBody, answer_id: str, service: Service) -> list[GenerationRequest]:
     """Return one request for each prompt."""
-    _check_limits(body, len(body.prompt), service.settings)
-    _check_top_logprobs("logprobs", body.logprobs, service.settings)
+    _check_limits(body, len(body.prompt), service.settings, logprobs=body.logprobs)
     if body.max_tokens == 0 and not body.echo and body.prompt_logprobs is None:
         raise InvalidRequest("max_tokens is 0; send at least 1, or ask for echo or prompt_logprobs", "max_tokens")
     if body.echo and body.logprobs is not None and body.stream:
@@ -49,22 +48,19 @@ def completion_requests(body: CompletionBody, answer_id: str, service: Service) 
     for index, prompt in enumerate(body.prompt):
         tokens = _prompt_tokens(prompt, body, service)
         max_tokens = _default_max_tokens(tokens, service, "prompt") if body.max_tokens is None else body.max_tokens
-        sampling = _sampling(body, max_tokens, body.logprobs, max(counts, default=None))
-        requests.append(_request(body, f"{answer_id}#{index}", tokens, sampling))
+        prompt_logprobs = max(counts, default=None)
+        requests.append(_request(body, f"{answer_id}#{index}", tokens, max_tokens, body.logprobs, prompt_logprobs))
     return requests
 
 
 def chat_request(body: ChatBody, answer_id: str, service: Service) -> tuple[GenerationRequest, OutputParsing]:
     """Return the request, and how to parse the text of its answers."""
-    _check_limits(body, 1, service.settings)
+    _check_limits(body, 1, service.settings, top_logprobs=body.top_logprobs)
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs: true", "top_logprobs")
-    _check_top_logprobs("top_logprobs", body.top_logprobs, service.settings)
     prompt = chat_prompt(body, service.tokenizer, service.engine.max_context)
     max_tokens = _chat_max_tokens(body) or _default_max_tokens(prompt.tokens, service, "messages")
-    request = _request(
-        body, answer_id, prompt.tokens, _sampling(body, max_tokens, body.top_logprobs, body.prompt_logprobs)
-    )
+    request = _request(body, answer_id, prompt.tokens, max_tokens, body.top_logprobs, body.prompt_logprobs)
     return request, _parsing(body, service.tokenizer, begins_in_reasoning=prompt.begins_in_reasoning)
 
 
@@ -199,15 +195,11 @@ def _variables(body: ChatBody, tokenizer: Tokenizer) -> Mapping[str, object]:
 def _end(body: ChatBody) -> PromptEnd:
     if not body.continue_final_message:
         return "answer" if body.add_generation_prompt else "message"
+    name, last = "continue_final_message", body.messages[-1]
     if "add_generation_prompt" in body.model_fields_set and body.add_generation_prompt:
-        raise InvalidRequest(
-            "continue_final_message and add_generation_prompt exclude each other", "continue_final_message"
-        )
-    last = body.messages[-1]
+        raise InvalidRequest(f"{name} and add_generation_prompt exclude each other", name)
     if not isinstance(last, AssistantMessage) or not last.content or last.tool_calls:
-        raise InvalidRequest(
-            "continue_final_message needs text of the assistant as the last message", "continue_final_message"
-        )
+        raise InvalidRequest(f"{name} needs text of the assistant as the last message", name)
     return "unfinished"
 
 
@@ -248,24 +240,14 @@ def _default_max_tokens(prompt: Sequence[int], service: Service, name: str) -> i
 
 
 def _request(
-    body: GenerationBody, request_id: str, tokens: tuple[int, ...], sampling: SamplingParams
+    body: GenerationBody,
+    request_id: str,
+    tokens: tuple[int, ...],
+    max_tokens: int,
+    top_logprobs: int | None,
+    prompt_logprobs: int | None,
 ) -> GenerationRequest:
-    return GenerationRequest(
-        request_id=request_id,
-        prompt_tokens=tokens,
-        sampling=sampling,
-        n=body.n,
-        model=body.model,
-        priority=body.priority,
-        user=body.user,
-        cache_salt=body.cache_salt or "",
-    )
-
-
-def _sampling(
-    body: GenerationBody, max_tokens: int, top_logprobs: int | None, prompt_logprobs: int | None
-) -> SamplingParams:
-    return SamplingParams(
+    sampling = SamplingParams(
         max_tokens=max_tokens,
         temperature=body.temperature,
         top_p=body.top_p,
@@ -283,16 +265,24 @@ def _sampling(
         min_tokens=body.min_tokens,
         prompt_logprobs=prompt_logprobs,
     )
+    return GenerationRequest(
+        request_id=request_id,
+        prompt_tokens=tokens,
+        sampling=sampling,
+        n=body.n,
+        model=body.model,
+        priority=body.priority,
+        user=body.user,
+        cache_salt=body.cache_salt or "",
+    )
 
 
-def _check_top_logprobs(name: str, value: int | None, settings: ServerSettings) -> None:
+def _check_limits(body: GenerationBody, num_prompts: int, settings: ServerSettings, **counts: int | None) -> None:
+    """Raise InvalidRequest for the first thing that is wrong. `counts` are the likely tokens that a field asks for."""
     limit = settings.max_top_logprobs
-    if value is not None and value > limit:
-        raise InvalidRequest(f"{name} is {value}, the limit is {limit}; raise server.max_top_logprobs", name)
-
-
-def _check_limits(body: GenerationBody, num_prompts: int, settings: ServerSettings) -> None:
-    _check_top_logprobs("prompt_logprobs", body.prompt_logprobs, settings)
+    for name, count in {"prompt_logprobs": body.prompt_logprobs, **counts}.items():
+        if count is not None and count > limit:
+            raise InvalidRequest(f"{name} is {count}, the limit is {limit}; raise server.max_top_logprobs", name)
     if wrong := next(_refusals(body, num_prompts, settings), None):
         raise InvalidRequest(*wrong)
 

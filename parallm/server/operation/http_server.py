@@ -22,7 +22,6 @@ import uvicorn
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
-from uvicorn.server import ServerState
 
 from parallm.server.connection import error_response
 from parallm.server.failures import Failure
@@ -64,14 +63,8 @@ class HttpConnection(H11Protocol):
 
     opening: asyncio.Task[None]
 
-    def __init__(
-        self,
-        config: uvicorn.Config,
-        server_state: ServerState,
-        app_state: dict[str, Any],
-        on_lost: Callable[[Any], None],
-    ) -> None:
-        super().__init__(config, server_state, app_state)
+    def __init__(self, *arguments: Any, on_lost: Callable[["HttpConnection"], None]) -> None:
+        super().__init__(*arguments)
         self.last_received = self.loop.time()
         """Time of the last bytes, on the clock of the event loop."""
         self._progress: object = None
@@ -136,21 +129,16 @@ class Connections:
 
     def __init__(
         self,
-        make: Callable[[Callable[[HttpConnection], None]], HttpConnection],
-        *,
-        limit: int,
-        stall_seconds: float,
+        make: Callable[..., HttpConnection],
+        settings: ServerSettings,
         tls: ssl.SSLContext | None,
     ) -> None:
         self._make = make
-        self._limit = limit
-        self._stall_seconds = stall_seconds
+        self._limit = connection_limit(settings)
+        self._stall_seconds = settings.stall_seconds
         self._tls = tls
         self._open: set[HttpConnection] = set()
         self._last_warning = float("-inf")
-
-    def __len__(self) -> int:
-        return len(self._open)
 
     async def run(self, listener: socket.socket) -> None:
         """Accept and sweep until cancelled; connections that are not open yet are dropped then."""
@@ -185,7 +173,7 @@ class Connections:
         if len(self._open) >= self._limit + RESERVE:
             _refuse(accepted, is_plain=self._tls is None)
             return
-        connection = self._make(self._forget)
+        connection = self._make(on_lost=self._forget)
         if len(self._open) >= self._limit:
             connection.app = _probes_only(connection.app)
         self._open.add(connection)
@@ -387,12 +375,8 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup([])
         assert sockets, "the caller has bound the socket"
-        connections = Connections(
-            partial(HttpConnection, self.config, self.server_state, self.lifespan.state),
-            limit=connection_limit(self._settings),
-            stall_seconds=self._settings.stall_seconds,
-            tls=self.config.ssl,
-        )
+        make = partial(HttpConnection, self.config, self.server_state, self.lifespan.state)
+        connections = Connections(make, self._settings, self.config.ssl)
         self._connections = asyncio.create_task(connections.run(sockets[0]))
         self.ready.set()
 

@@ -9,9 +9,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from parallm.learner.loss.kl import kl_estimate, kl_k3
 from parallm.learner.loss.objective import PRESETS, Objective, token_weight
-from parallm.learner.loss.policy_loss import LossInputs, is_clipped, objective_loss
+from parallm.learner.loss.policy_loss import LossInputs, is_clipped, kl_estimate, kl_k3, objective_loss
 from parallm.learner.settings import Correction, KlEstimator, PolicyTerm
 
 LENGTHS = (5, 1, 8, 3, 7, 2)
