@@ -28,7 +28,9 @@ from tests.model.lora.test_segmented import random_versions
 
 TYPES = {
     "const float*": mx.float32,
+    "const float4*": mx.float32,
     "const int*": mx.int32,
+    "const int4*": mx.int32,
     "const uint64_t*": mx.uint64,
     "float*": mx.float32,
     "int*": mx.int32,
