@@ -10,16 +10,18 @@ import ctypes
 import importlib.util
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from parallm.model.kernels.cubin_cache import cached_cubin
+from parallm.model.kernels.cubin_cache import Origin, cached_cubin, is_cached
 
 Value = int | bool | str | object
 Defines = tuple[tuple[str, Value], ...]
 """Names and values that a kernel is compiled with: macros, or types where the value is a `mlx.core.Dtype`."""
+Specialization = tuple[str, Defines]
+"""Name of a kernel, and its macros."""
 
 FOLDER = Path(__file__).parent
 INCLUDE, LIBRARY = re.compile(r'^#include "(.+)"\n', re.M), re.compile(r"^#include <.+>\n", re.M)
@@ -63,7 +65,7 @@ class Nvrtc:
         self.library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
         return f"{major.value}.{minor.value}"
 
-    def compile(self, source: str, options: tuple[str, ...]) -> tuple[bytes, str]:
+    def compile(self, source: str, options: Sequence[str]) -> tuple[bytes, str]:
         """The cubin, and the log. Raises CompileError."""
         program = ctypes.c_void_p()
         options = (*options, f"--include-path={self.headers}")
@@ -91,15 +93,19 @@ def cubin(name: str, defines: Defines = (), architecture: str = "sm_90a") -> byt
 
     Raises NoCompiler, or CompileError.
     """
-    compiler, source = nvrtc(), source_of(name, defines)
-    options = (f"--gpu-architecture={architecture}", *OPTIONS)
-    return cached_cubin((compiler.version, *options, source), lambda: compiler.compile(source, options)[0])
+    version, *options, source = _origin(name, defines, architecture)
+    return cached_cubin((version, *options, source), lambda: nvrtc().compile(source, options)[0])
+
+
+def is_compiled(name: str, defines: Defines, architecture: str) -> bool:
+    """Whether `cubin` finds it on disk."""
+    return is_cached(_origin(name, defines, architecture))
 
 
 def compile_log(name: str, defines: Defines = (), architecture: str = "sm_90a") -> str:
     """What the assembler says about registers, spills and shared memory."""
-    options = (f"--gpu-architecture={architecture}", *OPTIONS, VERBOSE)
-    return nvrtc().compile(source_of(name, defines), options)[1]
+    _, *options, source = _origin(name, defines, architecture)
+    return nvrtc().compile(source, [*options, VERBOSE])[1]
 
 
 def source_of(name: str, defines: Defines = ()) -> str:
@@ -134,6 +140,10 @@ def _places() -> Iterator[tuple[Path, Path]]:
             folders = (Path(home) / "lib64", Path(home) / "lib")
             libraries = [folder / f"libnvrtc.so.{major}" for folder in folders for major in MAJORS]
             yield from ((library, Path(home) / "include") for library in libraries)
+
+
+def _origin(name: str, defines: Defines, architecture: str) -> Origin:
+    return nvrtc().version, f"--gpu-architecture={architecture}", *OPTIONS, source_of(name, defines)
 
 
 def _line(name: str, value: Value) -> str:

@@ -7,13 +7,15 @@ scalars of a call in their order; what the compiler has to know are macros (`com
 
 import logging
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, lru_cache
 
 import mlx.core as mx
 
-from parallm.model.kernels.compiler import CompileError, Defines, NoCompiler, cubin
+from parallm.model.kernels.compiler import CompileError, Defines, NoCompiler, Specialization, cubin
 
 Number = int | float
 Size3 = tuple[int, int, int]
@@ -24,6 +26,7 @@ MAX_INTERNED = 512
 OLDEST = 80  # architecture whose instructions the kernels use
 
 logger = logging.getLogger(__name__)
+_listed: ContextVar[dict[Specialization, None] | None] = ContextVar("listed", default=None)
 
 
 def on_cuda() -> bool:
@@ -65,7 +68,8 @@ class Kernel:
     """A function in machine code, with all its macros."""
 
     name: str
-    cubin: bytes
+    cubin: bytes | None
+    """None where kernels are only listed (`listed_kernels`): the outputs are zeros."""
     shared_memory: int
     copies_views: bool
 
@@ -80,6 +84,8 @@ class Kernel:
         output_dtypes: Sequence[mx.Dtype],
     ) -> list[mx.array]:
         """The outputs, lazily. `grid` counts threads; scalars are bool, int32 or float32."""
+        if self.cubin is None:
+            return [mx.zeros(shape, dtype) for shape, dtype in zip(output_shapes, output_dtypes, strict=True)]
         outputs: list[mx.array] = mx.fast.precompiled_cuda_kernel(
             name=self.name,
             compiled_source=self.cubin,
@@ -95,14 +101,36 @@ class Kernel:
         return outputs
 
 
-@cache
 def kernel(name: str, defines: Defines = (), *, shared_memory: int = 0, copies_views: bool = True) -> Kernel:
     """The function in `{name}.cu` with these macros, from the cache on disk or compiled now.
 
     `shared_memory` is the size of `extern __shared__` in bytes: one for the same macros, because MLX sets it once.
     With `copies_views` an input that is not contiguous is copied before the launch.
     """
+    listed = _listed.get()
+    if listed is None:
+        return _kernel(name, defines, shared_memory, copies_views)
+    listed[name, defines] = None
+    return Kernel(name, None, shared_memory, copies_views)
+
+
+@cache
+def _kernel(name: str, defines: Defines, shared_memory: int, copies_views: bool) -> Kernel:
     return Kernel(name, cubin(name, defines, target()), shared_memory, copies_views)
+
+
+@contextmanager
+def listed_kernels() -> Iterator[dict[Specialization, None]]:
+    """The kernels that are asked for inside the block, in their order; none is compiled, and none runs.
+
+    Whoever builds the graph of a forward inside finds out what it needs: MLX is lazy, so nothing is computed.
+    """
+    listed: dict[Specialization, None] = {}
+    token = _listed.set(listed)
+    try:
+        yield listed
+    finally:
+        _listed.reset(token)
 
 
 def _float32(number: float) -> float:
