@@ -109,9 +109,9 @@ def attend(
         arrays = [mx.array(array) for array in arrays]
     numbers = mx.arange(rows)
     rotary = RotaryAngles(angles=rotation.angles(numbers), traditional=rotation.traditional) if rotation else None
-    append_and_attend(
-        arrays[0], arrays[1], arrays[2], pools[0], pools[1], numbers, numbers, scale=0.125, window=3, rotary=rotary
-    )
+    q, k, v = arrays
+    lengths = numbers % positions
+    append_and_attend(q, k, v, pools[0], pools[1], numbers, lengths, scale=0.125, window=3, rotary=rotary)
 
 
 def rotate(dtype: mx.Dtype, rotation: Rotation) -> None:
