@@ -15,6 +15,7 @@ import mlx.core as mx
 
 from parallm.checkpoint.adapter_paths import exists, find_adapter
 from parallm.checkpoint.persistent_table import PersistentTable
+from parallm.checkpoint.serving_state import split_models
 from parallm.checkpoint.untrusted_files import check_folder, check_safetensors, resolve_inside, unpack
 from parallm.device.thread import DeviceThread
 from parallm.errors import AdapterError
@@ -127,8 +128,7 @@ class AdapterStore:
     async def set_splits(self, splits: Mapping[str, Mapping[str, float]]) -> None:
         """Keep the models of these splits in memory, and no longer those of earlier splits."""
         async with self._lock:
-            models = [model for shares in splits.values() for model in shares]
-            await self._kept.change(lambda table: table.hold(models), splits=splits)
+            await self._kept.change(lambda table: table.hold(split_models(splits)), splits=splits)
 
     async def give(self, name: str, where: str) -> AdapterCard:
         """Serve an adapter that the process starts with; `where` is a path for `find_adapter`. Raises AdapterError."""

@@ -13,6 +13,7 @@ from parallm.checkpoint.serving_state import (
     ServingState,
     served_version,
     snapshot,
+    split_models,
     split_versions,
 )
 from parallm.device.thread import DeviceThread
@@ -74,7 +75,7 @@ class PersistentTable:
         )
         for name, promotion in promoted.items():
             self.table.promote(promotion.version, name=name)
-        self.table.hold(_models(state.splits))
+        self.table.hold(split_models(state.splits))
 
     async def change(
         self,
@@ -134,7 +135,3 @@ class PersistentTable:
 
     async def _on_device(self, function: Callable[[], Result]) -> Result:
         return await asyncio.wrap_future(self._device.call(function))
-
-
-def _models(splits: SplitShares) -> list[str]:
-    return [model for shares in splits.values() for model in shares]

@@ -113,9 +113,13 @@ def snapshot(
     )
 
 
+def split_models(splits: Mapping[str, Mapping[str, float]]) -> list[str]:
+    return [model for shares in splits.values() for model in shares]
+
+
 def split_versions(splits: Mapping[str, Mapping[str, float]]) -> set[Key]:
     """Versions that splits name exactly."""
-    models = (model.partition("@") for shares in splits.values() for model in shares)
+    models = (model.partition("@") for model in split_models(splits))
     return {(name, int(version)) for name, _, version in models if is_number(version)}
 
 

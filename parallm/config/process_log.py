@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal, TextIO, TypeAlias
 
 from parallm.json_log import JsonFormatter
-from parallm.server.operation.request_log import request_fields
+from parallm.server.operation.request_context import request_fields
 
 LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
 LogForm: TypeAlias = Literal["text", "json"]

@@ -163,7 +163,9 @@ class Learner(AdapterLearner):
                 mx.async_eval(optimizer_step.all_arrays())
             elif following is not None and on_cuda():
                 following.queue_trunk()
-            self._collect(current, totals, faults)
+            for batch, statistics in zip(current.batches, current.result.statistics, strict=True):
+                self._add(totals, batch, statistics)
+            faults.check_passes(current.batches, current.result.statistics, float(current.norm.item()))
             seconds += time.perf_counter() - began
             yield None
             began = time.perf_counter()
@@ -208,13 +210,6 @@ class Learner(AdapterLearner):
         if following is not None:
             return following, None
         return None, self.compute_step(weights.backward(current.gradient_N, self.layout), step)
-
-    def _collect(self, current: Round, totals: UpdateTotals, faults: Faults) -> None:
-        """Wait for a round and add its statistics to the totals."""
-        statistics = current.result.statistics
-        for batch, batch_statistics in zip(current.batches, statistics, strict=True):
-            self._add(totals, batch, batch_statistics)
-        faults.check_passes(current.batches, statistics, float(current.norm.item()))
 
     def _add(self, totals: UpdateTotals, batch: MicroBatch, statistics: TokenStatistics) -> None:
         logprobs_N = np.array(statistics.logprobs_N)

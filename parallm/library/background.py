@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from parallm.library.loop_thread import Main
 from parallm.library.session import LocalClient, Session, TrainingResult, TrainingSession, read_result
 from parallm.run import serve, train
 from parallm.run.operator_state import AUTO
-from parallm.server.operation.http_server import Listener, listening, local_only
+from parallm.server.operation.http_server import listening, local_only
 
 __all__ = ["release_memory", "serving", "training"]
 
@@ -58,7 +58,10 @@ def training(
 
     async def main(start: Callable[[TrainingSession], None], end: asyncio.Event) -> None:
         config = train.checked(composed.config)
-        with _run_folder(composed, blas) as folder, _listening(config) as listener:
+        # environments of Atropos need HTTP from the first step on; other programs call `serve`
+        needs_http = config.rollout.source == "atropos"
+        own = listening(config.server) if needs_http else nullcontext(local_only(config.server))
+        with _run_folder(composed, blas) as folder, own as listener:
             async with train.open_training(config, folder, blas, listener, environment) as run:
                 if is_paused:
                     run.control.pause(None)
@@ -116,16 +119,6 @@ def _run_folder(composed: Composed[RunConfig], blas: BlasReport) -> Iterator[Pat
     except BaseException:
         remove_unused(folder)
         raise
-
-
-@contextmanager
-def _listening(config: RunConfig) -> Iterator[Listener]:
-    """Bind a port for environments of Atropos, which need HTTP from the first step on; other programs call `serve`."""
-    if config.rollout.source == "atropos":
-        with listening(config.server) as listener:
-            yield listener
-    else:
-        yield local_only(config.server)
 
 
 def _soon(loop: asyncio.AbstractEventLoop, function: Callable[[], object]) -> None:

@@ -56,7 +56,7 @@ from parallm.server.app import create_app
 from parallm.server.engine_gateway import CompletionListener
 from parallm.server.interfaces import Training, Trajectories
 from parallm.server.operation.http_server import HttpServer, Listener
-from parallm.server.operation.request_log import writing_request_log
+from parallm.server.operation.request_context import writing_request_log
 from parallm.server.operation.tracing import Traces, exporting_traces
 from parallm.server.service import Service
 from parallm.server.settings import ServerSettings

@@ -41,11 +41,7 @@ class BodyLimits(Protocol):
 
 
 async def read_body(
-    http: Request,
-    max_bytes: int,
-    setting: str = "max_body_bytes",
-    *,
-    grow: Callable[[int], None] = lambda _: None,
+    http: Request, max_bytes: int, setting: str = "max_body_bytes", *, grow: Callable[[int], None] = lambda _: None
 ) -> bytes:
     """Return the whole body. Raises BodyTooLarge above `max_bytes`, the value of `setting`, and BodyTooSlow.
 

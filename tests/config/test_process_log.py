@@ -11,7 +11,7 @@ import pytest
 
 from parallm.config.process_log import LogLevel, error_line, logging_to
 from parallm.metrics.log_capture import captured_logs
-from parallm.server.operation.request_log import request_log, writing_request_log
+from parallm.server.operation.request_context import request_log, writing_request_log
 
 own, foreign = logging.getLogger("parallm.trainer.loop"), logging.getLogger("another.program")
 

@@ -12,7 +12,7 @@ from fastapi.testclient import TestClient
 
 from parallm.errors import ConfigError
 from parallm.server.operation.auth import StoredKey
-from parallm.server.operation.request_log import request_log, writing_request_log
+from parallm.server.operation.request_context import request_log, writing_request_log
 from tests.server.conftest import make_app
 
 BODY = {"model": "policy", "prompt": "hello", "max_tokens": 3}

@@ -10,7 +10,6 @@ from parallm.server.schemas import FIRST_FAULT, MAX_INT, Wire, is_tokens
 MAX_BIASES = 1024
 
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
-StopForms: TypeAlias = StopString | list[StopString]
 PromptForms: TypeAlias = str | list[str] | list[int] | list[list[int]]
 
 
@@ -85,9 +84,9 @@ class GenerationBody(Wire):
     """-1 and 0 are off."""
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] | None = None
-    stop: Annotated[list[StopString], FIRST_FAULT, BeforeValidator(read_stop, json_schema_input_type=StopForms)] = (
-        Field(default=[])
-    )
+    stop: Annotated[
+        list[StopString], FIRST_FAULT, BeforeValidator(read_stop, json_schema_input_type=StopString | list[StopString])
+    ] = Field(default=[])
     stop_token_ids: Annotated[list[Annotated[int, Field(ge=0, le=MAX_INT)]], FIRST_FAULT] = Field(default=[])
     ignore_eos: bool = False
     min_tokens: Annotated[int, Field(ge=0, le=MAX_INT)] = 0

@@ -34,7 +34,7 @@ from parallm.server.openai.translate import chat_request, completion_requests, e
 from parallm.server.request_limits import check_items
 from parallm.server.schemas import Wire, checked, parse_body, read_object
 from parallm.server.service import Service
-from parallm.types import BASE, AdapterCard
+from parallm.types import BASE
 
 FIELD_NAMES = {
     "messages": "input",
@@ -87,7 +87,8 @@ def openai_routes(service: Service) -> APIRouter:
     @router.get("/models")
     async def models() -> Response:
         """Every name that `model` may be: the base, adapters, their versions and aliases."""
-        return json_response(_model_list(service))
+        data = [_model_entry(name, service) for name in _model_names(service)]
+        return json_response(ModelList(object="list", data=data))
 
     @router.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
@@ -218,32 +219,23 @@ def _turn(messages: list[dict[str, Any]], name: str | None) -> dict[str, Any]:
     return messages[-1]
 
 
-def _model_list(service: Service) -> ModelList:
-    """List the policies, the base, other adapters (the version that is served), aliases, and every version.
+def _model_names(service: Service) -> list[str]:
+    """Return the policies, the base, other adapters (the version that is served), aliases, and every version.
 
     Policies come first because many clients take the first model of the list.
     """
     cards = service.catalog()
     names = {card.name for card in cards} | {alias for card in cards for alias in card.aliases}
-    names -= set(service.policies)
     versions = [versioned(card.name, card.version) for card in cards]
-    order = (*service.policies, BASE, *sorted(names), *versions)
-    return ModelList(object="list", data=[_entry(name, card_of(name, cards), service) for name in order])
+    return [*service.policies, BASE, *sorted(names - set(service.policies)), *versions]
 
 
 def _model_entry(name: str, service: Service) -> ModelEntry:
     """Return the entry of a name of the list, or of another way to say it. Raises UnknownModel."""
-    entries = {entry.id: entry for entry in _model_list(service).data}
-    if name in entries:
-        return entries[name]
     card = card_of(name, service.catalog())
-    if card is None:
-        raise UnknownModel(f"no model {name[:200]!r}; there are {sorted(entries)}")
-    return _entry(name, card, service)
-
-
-def _entry(name: str, card: AdapterCard | None, service: Service) -> ModelEntry:
-    """Return the entry of a name; one without a card is the base, or a policy before its first version."""
+    # without a card: the base, or a policy before its first version
+    if card is None and name not in (names := _model_names(service)):
+        raise UnknownModel(f"no model {name[:200]!r}; there are {sorted(set(names))}")
     parent = BASE if card is None or not card.parent else versioned(card.name, card.parent)
     return ModelEntry(
         id=name,

@@ -23,8 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from parallm.errors import InvalidRequest, ParallmError
 from parallm.server.connection import announced_bytes, error_response
 from parallm.server.failures import ForeignHost, ForeignOrigin, failure_of
-from parallm.server.operation.request_context import LOCAL, RequestContext, current_request
-from parallm.server.operation.request_log import request_log
+from parallm.server.operation.request_context import LOCAL, RequestContext, current_request, request_log
 from parallm.server.operation.request_metrics import RequestMetrics
 from parallm.server.settings import ServerSettings
 
