@@ -271,15 +271,24 @@ class Requests(Generic[Http]):
 
     @method
     def shares(self) -> Call[dict[str, float]]:
-        """Return `serving_share` and `engine_share` of the device."""
+        """Return `serving_share`, `engine_share` and, if there is one, `serving_latency_target` of the device."""
         return Call("GET", "/v1/shares", dict)
 
     @method
     def set_shares(
-        self, *, serving_share: float | None = None, engine_share: float | None = None
+        self,
+        *,
+        serving_share: float | None = None,
+        engine_share: float | None = None,
+        serving_latency_target: float | None = None,
     ) -> Call[dict[str, float]]:
-        """Change one share or both, until the process ends. Returns both."""
-        return Call("PUT", "/v1/shares", dict, _given(serving_share=serving_share, engine_share=engine_share))
+        """Change shares or the latency target, until the process ends; a target of 0 ends it. Returns all."""
+        fields = {
+            "serving_share": serving_share,
+            "engine_share": engine_share,
+            "serving_latency_target": serving_latency_target,
+        }
+        return Call("PUT", "/v1/shares", dict, _given(**fields))
 
     @method
     def cancel(self, request_id: str) -> Call[int]:

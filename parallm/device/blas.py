@@ -12,6 +12,7 @@ OpenBLAS as bundled by NumPy and SciPy is not used: its symbols are renamed, so 
 
 import ctypes
 import ctypes.util
+import hashlib
 import logging
 import os
 import sys
@@ -23,8 +24,19 @@ from pathlib import Path
 from typing import Literal
 
 from parallm.device.settings import BlasSettings
+from parallm.device.user_cache import user_cache
 from parallm.errors import ConfigError
 
+CUDA_DEFAULTS = {
+    # TF32 keeps 10 bits in float32 products: log-probs of engine and learner then differ by 1e-2 instead of 1e-5
+    "MLX_ENABLE_TF32": "0",
+    # more misses than twice a cache's size are an error otherwise, however long the process has run
+    "MLX_ENABLE_CACHE_THRASHING_CHECK": "0",
+    "MLX_CUDA_GRAPH_CACHE_SIZE": "2000",  # 400
+    "MLX_CUDA_SDPA_BACKWARD_CACHE_SIZE": "512",  # 64 plans of cuDNN, of 0.1 s each
+}
+"""Variables that MLX's CUDA build reads, with MLX's own values behind those of numbers."""
+GPUS = Path("/proc/driver/nvidia/gpus")
 CUDA_BUILDS = ("mlx-cuda-12", "mlx-cuda-13")
 MKL_PATTERNS = ("/opt/intel/oneapi/mkl/latest/lib/libmkl_rt.so*", "/usr/lib/*/libmkl_rt.so*")
 OPENBLAS_PATTERNS = (
@@ -65,8 +77,7 @@ def _load(choice: str, *, is_strict: bool) -> BlasReport:
     if sys.platform != "linux":
         return _report("accelerate", "matrix products: Apple's, on Metal or Accelerate")
     if _has_cuda_build():
-        # TF32 keeps 10 bits in float32 products: log-probs of engine and learner then differ by 1e-2 instead of 1e-5
-        os.environ.setdefault("MLX_ENABLE_TF32", "0")
+        _set_cuda_defaults()
         return _report("cuda", f"matrix products: CUDA, MLX_ENABLE_TF32={os.environ['MLX_ENABLE_TF32']}")
     if "mlx.core" in sys.modules:
         raise ConfigError(
@@ -85,6 +96,26 @@ def _load(choice: str, *, is_strict: bool) -> BlasReport:
     report = _report("reference", f"matrix products: the reference BLAS, 15 to 30 times slower than others; {_WAY_OUT}")
     logger.warning(report.message)
     return report
+
+
+def _set_cuda_defaults() -> None:
+    """Set what MLX's CUDA build reads from the environment, unless it is set."""
+    for name, value in CUDA_DEFAULTS.items():
+        os.environ.setdefault(name, value)
+    # MLX's own place is the folder for temporary files, where whoever comes first decides what others execute
+    folder = user_cache(f"mlx-{metadata.version('mlx')}-{_gpus()}")
+    if folder is not None:
+        os.environ.setdefault("MLX_PTX_CACHE_DIR", str(folder))
+
+
+def _gpus() -> str:
+    """A name for the GPUs of this machine: MLX's files do not say which architecture they are for."""
+    try:
+        lines = sorted({line for path in GPUS.glob("*/information") for line in path.read_text().splitlines()})
+    except OSError:
+        lines = []
+    models = "".join(line for line in lines if line.startswith("Model"))
+    return hashlib.sha256(models.encode()).hexdigest()[:8]
 
 
 _WAY_OUT = "`pip install mkl` (x86-64) or `apt install libopenblas0` brings a fast one"

@@ -70,7 +70,7 @@ class AdapterLearner:
         self._total_steps = total_steps
         self._seed = seed
         self._packs = can_pack(model)
-        self._budget = pass_tokens(settings)
+        self._budget = pass_tokens(settings, model)
         self._checkpoints = checkpoints_layers(settings, model, self._budget * streams.width)
         self.adapter = start  # the newest version; only methods here change it
         self._optimizer = AdapterOptimizer(settings, total_steps, start.arrays)

@@ -22,6 +22,7 @@ from parallm.learner.optimizer import learning_rate
 from parallm.learner.passes.batch import MicroBatch, make_micro_batches
 from parallm.learner.passes.gradient import LoraWeights, PassResult, PolicyGradient, TokenStatistics
 from parallm.learner.passes.lm_head import run_stages
+from parallm.learner.passes.packing import takes_rows
 from parallm.learner.passes.scoring import ScoredStep, TokenLoss, score_step, token_losses
 from parallm.learner.settings import LearnerSettings
 from parallm.model.adapters.adapter import Adapter
@@ -114,6 +115,7 @@ class Learner(AdapterLearner):
         super().__init__(model, streams, settings, start=start, total_steps=total_steps, seed=seed)
         self._objective = resolve_objective(settings)
         self._builder = GraphBuilder(streams.handles[0])
+        self._takes_rows = takes_rows(model)
         self._gradient = PolicyGradient(
             model,
             streams,
@@ -188,6 +190,7 @@ class Learner(AdapterLearner):
             budget=self._budget,
             streams=self._streams.width,
             packs=self._packs,
+            takes_rows=self._takes_rows,
         )
 
     def _rounds(self, batches: Sequence[MicroBatch], weights: LoraWeights, step: int) -> Iterator[Round]:

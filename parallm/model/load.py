@@ -29,7 +29,7 @@ from mlx_lm.utils import _download, load_model, load_tokenizer
 
 from parallm.errors import ModelError
 from parallm.model.chat.tokenizer import ChatTokenizer
-from parallm.model.kernels.cuda import on_cuda
+from parallm.model.kernels.cuda import has_kernels
 from parallm.model.lora.linear import LoraContext, merge_linears
 from parallm.model.lora.targets import InputRecorder, install_lora
 from parallm.model.patches.forward import find_trunk, install_forward
@@ -232,7 +232,7 @@ def _with_joined(model: SharedModel) -> SharedModel:
     recorder = InputRecorder()
     model.hidden(mx.array([[0, 1, 2, 3]]), model.make_cache(), recorder)
     joined = recorder.groups()
-    return replace(model, joined=joined, groups=merge_linears(model.base, joined) if on_cuda() else ())
+    return replace(model, joined=joined, groups=merge_linears(model.base, joined) if has_kernels() else ())
 
 
 def _checked_split(model: SharedModel, model_type: str) -> SharedModel:

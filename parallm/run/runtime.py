@@ -29,9 +29,11 @@ from parallm.device.thread import DeviceThread
 from parallm.device.usage import DeviceReport, UsageMonitor
 from parallm.engine.async_engine import AsyncEngine
 from parallm.engine.engine import Engine
+from parallm.engine.kernel_list import engine_kernels
 from parallm.engine.settings import EngineSettings
 from parallm.engine.warm_up import warm_up
 from parallm.errors import AdapterError, ConfigError
+from parallm.learner.kernel_list import learner_kernels
 from parallm.learner.settings import LearnerSettings
 from parallm.metrics.display import RunHeader
 from parallm.metrics.formatting import short_path
@@ -39,7 +41,9 @@ from parallm.model.adapters.adapter import Adapter
 from parallm.model.adapters.initial import starting_adapter
 from parallm.model.adapters.reward_head import is_reward_model, refuse_reward_model
 from parallm.model.adapters.table import AdapterTable
-from parallm.model.kernels.cuda import on_cuda
+from parallm.model.kernels.compiler import Specialization
+from parallm.model.kernels.cuda import has_kernels, on_cuda, target
+from parallm.model.kernels.preparation import prepare_kernels
 from parallm.model.load import check_local, find_folder, load_shared_model
 from parallm.model.settings import ModelSettings
 from parallm.model.shared_model import SharedModel
@@ -127,8 +131,13 @@ class Application:
 
 
 @asynccontextmanager
-async def open_runtime(settings: RuntimeSettings, blas: BlasReport) -> AsyncIterator[Runtime]:
-    """Load the model and start its engine; close everything at the end. Raises ParallmError."""
+async def open_runtime(
+    settings: RuntimeSettings, blas: BlasReport, tell: Callable[[str], None] = logger.info
+) -> AsyncIterator[Runtime]:
+    """Load the model and start its engine; close everything at the end. `tell` shows what takes long.
+
+    Raises ParallmError.
+    """
     with ExitStack() as resources:
         resources.enter_context(writing_request_log(settings.server.request_log))
         traces = resources.enter_context(exporting_traces(settings.server.otlp_endpoint))
@@ -151,6 +160,9 @@ async def open_runtime(settings: RuntimeSettings, blas: BlasReport) -> AsyncIter
         streams = await on_device(device, lambda: DeviceStreams(partial(set_blas_threads, blas)))
         adapters = AdapterTable(policies=settings.policies)
         start = await _starting_adapter(settings, device, model, adapters)
+        if has_kernels():
+            needed = await on_device(device, partial(_needed_kernels, settings, model, start))
+            await asyncio.to_thread(prepare_kernels, needed, target(), partial(_tell_kernels, tell))
         engine = await _start_engine(settings.engine, device, model, adapters, streams)
         trained = settings.policies if settings.is_training else ()
         kept = open_table(
@@ -275,6 +287,15 @@ async def _starting_adapter(
         for name in adapters.policies:
             adapters.publish(dataclasses.replace(start, name=name))
     return start
+
+
+def _needed_kernels(settings: RuntimeSettings, model: SharedModel, start: Adapter) -> list[Specialization]:
+    kernels = engine_kernels(model, start)
+    return kernels + learner_kernels(model, start) if settings.is_training else kernels
+
+
+def _tell_kernels(tell: Callable[[str], None], done: int, total: int) -> None:
+    tell(f"preparing kernels {done}/{total}")
 
 
 async def _start_engine(

@@ -5,8 +5,9 @@
 
 import asyncio
 import dataclasses
+import logging
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,8 @@ from parallm.run.runtime import (
 )
 from parallm.server.operation.http_server import Listener, listening
 from parallm.types import POLICY
+
+logger = logging.getLogger(__name__)
 
 
 def run_serving(config: ServeConfig, _: Path, blas: BlasReport) -> int:
@@ -57,11 +60,16 @@ class Serving:
 
 @asynccontextmanager
 async def open_serving(
-    config: ServeConfig, blas: BlasReport, listener: Listener, *, folder: Path | None
+    config: ServeConfig,
+    blas: BlasReport,
+    listener: Listener,
+    *,
+    folder: Path | None,
+    tell: Callable[[str], None] = logger.info,
 ) -> AsyncIterator[Serving]:
     """Serve the model of a configuration that is `checked`. Raises ParallmError.
 
-    The state of operators is kept below `folder`, if there is one.
+    The state of operators is kept below `folder`, if there is one. `tell` shows what takes long.
     """
     settings = RuntimeSettings(
         model=config.model,
@@ -73,7 +81,7 @@ async def open_serving(
         folder=folder,
         keeps_state=True,
     )
-    async with open_runtime(settings, blas) as runtime:
+    async with open_runtime(settings, blas, tell) as runtime:
         messages = await runtime.restore(config.server.adapters, {})
         async with open_application(runtime, listener, lambda: TrainingStatus(state="serving")) as application:
             yield Serving(runtime=runtime, application=application, messages=messages)
@@ -83,7 +91,8 @@ async def _serve(config: ServeConfig, blas: BlasReport) -> None:
     config = checked(config)
     display = make_display("lines" if config.metrics.display == "auto" else config.metrics.display, sys.stdout)
     with listening(config.server) as listener, closing(display):
-        async with open_serving(config, blas, listener, folder=RUNS_FOLDER / config.name) as serving:
+        folder = RUNS_FOLDER / config.name
+        async with open_serving(config, blas, listener, folder=folder, tell=display.message) as serving:
             display.start(header_of(config.name, config.model, blas, listener.url))
             for text in serving.messages:
                 display.message(text)

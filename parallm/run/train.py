@@ -145,7 +145,7 @@ async def open_training(
     async with AsyncExitStack() as stack:
         stack.callback(display.close)
         specs = make_policy_specs(config, folder, display, schedules)
-        runtime = await stack.enter_async_context(open_runtime(_settings(config, folder), blas))
+        runtime = await stack.enter_async_context(open_runtime(_settings(config, folder), blas, display.message))
         header = header_of(config.name, config.model, blas, listener.url)
         schedule = None if config.policies else schedules[POLICY]
         display.start(replace(header, folder=short_path(folder), policies=tuple(config.policies), schedule=schedule))

@@ -73,7 +73,7 @@ async def open_reward_model(
 
     def make() -> RewardScorer:
         adapter = read_reward_model(folder, model)
-        return RewardScorer(model, streams, adapter, budget=pass_tokens(learner), packs=can_pack(model))
+        return RewardScorer(model, streams, adapter, budget=pass_tokens(learner, model), packs=can_pack(model))
 
     scorer = await asyncio.wrap_future(device.call(make))
     return RewardModel(rate=partial(_rate, device, scorer), weight=settings.weight, tokenizer=model.tokenizer)

@@ -284,6 +284,7 @@ KEYWORDS: list[tuple[str, tuple[Any, ...], dict[str, Any], dict[str, Any]]] = [
     ),
     ("score", (["a"],), {"model": "reward"}, {"input": ["a"], "model": "reward"}),
     ("set_shares", (), {"serving_share": 0.5, "engine_share": 1}, {"serving_share": 0.5, "engine_share": 1}),
+    ("set_shares", (), {"serving_latency_target": 1.2}, {"serving_latency_target": 1.2}),
 ]
 
 

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -10,6 +11,7 @@ from parallm.model.adapters.adapter import Adapter, make_adapter
 from parallm.model.adapters.initial import initial_arrays
 from parallm.model.shared_model import SharedModel
 from parallm.types import Message, Problem, Trajectory, TrajectoryGroup, WeightSpan
+from tests.model.kernels.flash_emulation import fake_kernel
 
 VOCABULARY_SIZE = 385
 
@@ -64,3 +66,19 @@ def build_trajectory(
         text="",
         finish_reason="stop",
     )
+
+
+@pytest.fixture
+def fused_rows(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Passes as on a GPU: layers attend by numpy's flash attention, in any dtype. Returns the names of the launches."""
+    launches: list[str] = []
+
+    def kernel(name: str, *arguments: Any, **options: Any) -> Any:
+        launches.append(name)
+        return fake_kernel(name, *arguments, **options)
+
+    for module in ("packing", "lm_head"):
+        monkeypatch.setattr(f"parallm.learner.passes.{module}.has_kernels", lambda: True)
+    monkeypatch.setattr("parallm.learner.passes.packing.fits", lambda *_: True)
+    monkeypatch.setattr("parallm.model.kernels.flash_attention.kernel", kernel)
+    return launches

@@ -11,8 +11,11 @@ import pytest
 
 from parallm.device.streams import DeviceStreams
 from parallm.learner.learner import Learner
+from parallm.learner.loss.objective import resolve_objective
+from parallm.learner.passes.batch import make_micro_batches
 from parallm.learner.settings import LearnerSettings, Preset
 from parallm.model.adapters.adapter import Adapter
+from parallm.model.kernels.flash_attention import FORWARD, KEYS, QUERIES
 from parallm.model.shared_model import SharedModel
 from parallm.reports import UpdateReport
 from parallm.types import TrajectoryGroup, WeightSpan
@@ -64,6 +67,37 @@ def test_an_update_makes_the_next_version_and_leaves_the_old_one_alone(
     assert new.digest != old.digest
     assert {name: array.tolist() for name, array in old.arrays.items()} == before
     assert (new.rank, new.alpha, new.targets) == (old.rank, old.alpha, old.targets)
+
+
+@pytest.mark.parametrize("checkpoint_layers", ["none", "all"])
+def test_an_update_over_rows_of_their_own_lengths_is_that_over_rectangles(
+    checkpoint_layers: str, make_learner: MakeLearner, groups: list[TrajectoryGroup], request: pytest.FixtureRequest
+) -> None:
+    values = {"micro_batch_tokens": 40, "head_chunk_bytes": 1 << 16, "checkpoint_layers": checkpoint_layers}
+    plain = make_learner(**values)
+    expected = update(plain, groups)
+    launches = request.getfixturevalue("fused_rows")
+    fused = make_learner(**values)
+    launches.clear()
+    report = update(fused, groups)
+    assert {FORWARD, QUERIES, KEYS} == set(launches)
+    assert report.loss == pytest.approx(expected.loss, rel=1e-4)
+    assert report.gradient_norm == pytest.approx(expected.gradient_norm, rel=1e-3)
+    for name, array in fused.adapter.arrays.items():
+        assert mx.abs(array - plain.adapter.arrays[name]).max().item() <= 2e-4, name
+
+
+def test_completions_that_are_not_long_and_equal_stay_rows(make_group: MakeGroup) -> None:
+    def runs_of(lengths: tuple[int, ...]) -> list[tuple[int, int]]:
+        group = make_group(1, lengths, tuple(float(index) for index in range(len(lengths))))
+        batches = make_micro_batches(
+            [group], resolve_objective(LearnerSettings()), max_tokens=40, budget=9999, takes_rows=True
+        )
+        assert sum(len(batch.inputs_M) for batch in batches) == 9 + sum(lengths) - len(lengths)
+        return [run for batch in batches for segment in batch.segments for run in segment.runs]
+
+    assert runs_of((5, 12, 6)) == [(1, 11), (1, 5), (1, 4)]
+    assert runs_of((601, 601, 601)) == [(3, 600)]
 
 
 def test_the_same_update_gives_the_same_adapter(make_learner: MakeLearner, groups: list[TrajectoryGroup]) -> None:

@@ -5,11 +5,12 @@ import pytest
 from mlx_lm.models import llama, qwen2, qwen3
 from mlx_lm.utils import load_tokenizer
 
+from parallm.learner.passes import packing
 from parallm.learner.passes.gradient import can_trim, hidden_at
-from parallm.learner.passes.packing import Segment, packed_hidden
+from parallm.learner.passes.packing import Segment, packed_hidden, takes_rows
 from parallm.model.adapters.initial import initial_arrays
 from parallm.model.chat.tokenizer import ChatTokenizer
-from parallm.model.kernels.cuda import on_cuda
+from parallm.model.kernels.cuda import has_kernels, on_cuda
 from parallm.model.load import NANO, share_model
 from parallm.model.lora.single import LoraScaling, single_lora
 from parallm.model.settings import ModelSettings
@@ -63,4 +64,19 @@ def test_gradients_of_a_trimmed_pass_are_those_of_the_whole_one(module: object) 
     model = model_of(module, mx.bfloat16)
     assert can_trim(model)
     expected, found = gradient(model, trims=False), gradient(model, trims=True)
+    assert mx.linalg.norm(found - expected).item() <= 0.03 * mx.linalg.norm(expected).item()
+
+
+@pytest.mark.skipif(not has_kernels(), reason="needs MLX's CUDA build")
+@pytest.mark.parametrize("module", [llama, qwen3])
+def test_gradients_of_rows_that_attend_in_one_launch_are_those_of_cudnn(
+    module: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mx.random.seed(0)
+    model = model_of(module, mx.bfloat16)
+    assert takes_rows(model)
+    found = gradient(model, trims=True)
+    monkeypatch.setattr(packing, "attends_by_rectangles", lambda _: True)
+    expected = gradient(model, trims=True)
+    assert not takes_rows(model)
     assert mx.linalg.norm(found - expected).item() <= 0.03 * mx.linalg.norm(expected).item()

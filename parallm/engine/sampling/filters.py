@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from parallm.model.kernels.cuda import on_cuda
+from parallm.model.kernels.cuda import has_kernels
 from parallm.model.kernels.token_filter import COUNT_BITS, PROBABILITY_ONE, ends_by_kernel, weights_by_kernel
 from parallm.model.logprobs import Softmax
 from parallm.types import SamplingParams
@@ -59,7 +59,7 @@ def filters_of(params_B: Sequence[SamplingParams]) -> list[Filters]:
         cuts = params.top_k > 0 or params.top_p < 1
         if params.temperature > 0 and (cuts or params.min_p > 0):
             is_small = 0 < params.top_k <= MAX_CANDIDATES
-            ways[0 if on_cuda() else cuts + is_small].append(row)
+            ways[0 if has_kernels() else cuts + is_small].append(row)
     return [limits_of(rows, params_B) for rows in ways.values()]
 
 
@@ -95,7 +95,7 @@ def _weights(softmax: Softmax, filters: Filters) -> mx.array:
     """(R, V), for the rows of `filters`."""
     if filters.max_top_k == 0:
         return mx.where(softmax.exponentials_NV >= filters.min_p_R[:, None], softmax.exponentials_NV, 0)
-    if on_cuda():
+    if has_kernels():
         ends = ends_by_kernel(softmax, filters.top_k_R, filters.top_p_R)
         return weights_by_kernel(softmax, *ends, filters.min_p_R)
     lowest_R, num_equal_R = _ends(softmax, filters)

@@ -1,11 +1,12 @@
 """Trajectory groups -> micro-batches, each the input of one forward and backward pass. `Learner` calls it.
 
 A micro-batch packs whole completions of one or more groups into one flat sequence of tokens (`packing`): each prompt
-once, then the inputs of its completions. Token ids are those that were sampled.
+once, then the inputs of its completions: rows of their own lengths where a layer attends to all in one launch, else
+rectangles of similar lengths. Token ids are those that were sampled.
 Axes: M computed tokens, N completion tokens in the order of the rows, S completions of the step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -13,7 +14,7 @@ import numpy as np
 
 from parallm.learner.loss.advantage import advantages
 from parallm.learner.loss.objective import Objective, token_weight
-from parallm.learner.passes.packing import Segment, padded_length
+from parallm.learner.passes.packing import Segment, are_alike, padded_length
 from parallm.types import Trajectory, TrajectoryGroup
 
 MIXED_VERSIONS = -1
@@ -96,19 +97,24 @@ def make_micro_batches(
     budget: int,
     streams: int = 1,
     packs: bool = True,
+    takes_rows: bool = False,
 ) -> list[MicroBatch]:
     """Split the step into passes of at most `budget` tokens, padding included, largest first; one run always fits.
 
     Passes that run at the same time, one per stream, have similar sizes. Without `packs` every sample is its own pass.
+    With `takes_rows` (`packing.takes_rows`) completions that are not long and equal are not padded to rectangles.
     """
     by_group = _samples(groups, objective, max_tokens)
     if not packs:
         samples = [sample for group in by_group for sample in group]
         return [_unpacked(sample) for sample in sorted(samples, key=lambda sample: sample.length, reverse=True)]
     by_prompt = [samples for group in by_group for samples in _by_prompt(group)]
-    blocks = [block for samples in by_prompt for block in _blocks(_runs(samples, budget), budget)]
+    apart = takes_rows and not are_alike([sample.length for samples in by_prompt for sample in samples])
+    runs_of = [_rows(samples) if apart else _runs(samples, budget) for samples in by_prompt]
+    blocks = [block for runs in runs_of for block in _blocks(runs, budget)]
     passes = make_passes([block.size for block in blocks], budget, streams)
-    return [_pack([blocks[index] for index in indices]) for indices in passes]
+    padded = (lambda length: length) if apart else padded_length
+    return [_pack([blocks[index] for index in indices], padded) for indices in passes]
 
 
 def make_passes(sizes: Sequence[int], budget: int, streams: int) -> list[list[int]]:
@@ -164,6 +170,11 @@ def _by_prompt(samples: list[TrainingSample]) -> list[list[TrainingSample]]:
     return list(by_prompt.values())
 
 
+def _rows(samples: list[TrainingSample]) -> list[list[TrainingSample]]:
+    """Each sample as a run of its own, the longest first."""
+    return [[sample] for sample in sorted(samples, key=lambda sample: sample.length, reverse=True)]
+
+
 def _runs(samples: list[TrainingSample], budget: int) -> list[list[TrainingSample]]:
     """Cut samples, longest first, into runs with the fewest padded tokens; a run of several stays in the budget.
 
@@ -196,13 +207,14 @@ def _blocks(runs: list[list[TrainingSample]], budget: int) -> list[PromptBlock]:
     return blocks
 
 
-def _pack(blocks: list[PromptBlock]) -> MicroBatch:
+def _pack(blocks: list[PromptBlock], padded: Callable[[int], int]) -> MicroBatch:
+    """`padded` is what a length becomes."""
     inputs: list[np.ndarray] = []
     sources: list[np.ndarray] = []
     segments: list[Segment] = []
     start = 0
     for block in blocks:
-        more_inputs, more_sources, segment = _single(block) if block.is_single else _shared_prompt(block)
+        more_inputs, more_sources, segment = (_single if block.is_single else _shared_prompt)(block, padded)
         inputs.append(more_inputs)
         sources.append(start + more_sources)
         segments.append(segment)
@@ -211,14 +223,14 @@ def _pack(blocks: list[PromptBlock]) -> MicroBatch:
     return _micro_batch(samples, np.concatenate(inputs), tuple(segments), np.concatenate(sources))
 
 
-def _shared_prompt(block: PromptBlock) -> tuple[np.ndarray, np.ndarray, Segment]:
+def _shared_prompt(block: PromptBlock, padded: Callable[[int], int]) -> tuple[np.ndarray, np.ndarray, Segment]:
     """Inputs of a prompt and its runs, and the indices that predict completion tokens."""
     inputs = [np.asarray(block.prompt, np.int32)]
     sources: list[np.ndarray] = []
     runs: list[tuple[int, int]] = []
     start = len(block.prompt)
     for run in block.runs:
-        inputs_GT = _rectangle(run)
+        inputs_GT = _rectangle(run, padded(run[0].length))
         length = inputs_GT.shape[1]
         inputs.append(inputs_GT.reshape(-1))
         for index, sample in enumerate(run):
@@ -230,17 +242,17 @@ def _shared_prompt(block: PromptBlock) -> tuple[np.ndarray, np.ndarray, Segment]
     return np.concatenate(inputs), np.concatenate(sources), Segment(prompt=len(block.prompt), runs=tuple(runs))
 
 
-def _single(block: PromptBlock) -> tuple[np.ndarray, np.ndarray, Segment]:
+def _single(block: PromptBlock, padded: Callable[[int], int]) -> tuple[np.ndarray, np.ndarray, Segment]:
     """An unshared prompt: attention sees prompt and completion as one sequence, which has faster kernels."""
     inputs_T = _whole(block.runs[0][0])
-    length = padded_length(len(inputs_T))
+    length = padded(len(inputs_T))
     padded_T = np.pad(inputs_T, (0, length - len(inputs_T)))
     return padded_T, np.arange(len(block.prompt) - 1, len(inputs_T)), Segment(prompt=length)
 
 
-def _rectangle(run: list[TrainingSample]) -> np.ndarray:
-    """Padded inputs of a run, whose first sample is the longest."""
-    inputs_GT = np.zeros((len(run), padded_length(run[0].length)), np.int32)
+def _rectangle(run: list[TrainingSample], length: int) -> np.ndarray:
+    """Inputs of a run, padded to `length`."""
+    inputs_GT = np.zeros((len(run), length), np.int32)
     for index, sample in enumerate(run):
         inputs_GT[index, : sample.length] = sample.trajectory.tokens[:-1]
     return inputs_GT

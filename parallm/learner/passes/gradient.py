@@ -15,6 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
 from parallm.device.streams import DeviceStreams
 from parallm.learner.loss.objective import Objective
@@ -125,9 +126,11 @@ class PolicyGradient:
         return scores
 
     def _hidden(self, batch: MicroBatch, lora: LoraBinding | None) -> mx.array:
-        """Hidden states (N, H) that predict the completion tokens."""
+        """Hidden states (N, H) that predict the completion tokens, and of any tokens up to the head's padded size."""
         inputs_M = mx.array(batch.inputs_M)
-        sources_N = mx.array(batch.sources_N)
+        num_padding = self._head.padded_size(len(batch.sources_N)) - len(batch.sources_N)
+        # apart from each other: the gradient of a row that many read is a sum in turns
+        sources_N = mx.array(np.append(batch.sources_N, np.arange(num_padding, dtype=np.int32) % inputs_M.size))
         if batch.segments and self._trims:
             return hidden_at(self._model, inputs_M, batch.segments, lora, sources_N)
         if batch.segments:

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from parallm.learner.passes.packing import CANONICAL_BITS, canonical_size
+from parallm.model.kernels.cuda import has_kernels
 from parallm.model.kernels.token_scores import TokenScores, token_scores
 from parallm.model.shared_model import SharedModel
 
@@ -65,10 +67,26 @@ class ChunkedHead:
         tokens = max(1, chunk_bytes // (model.dtype.size * model.vocabulary_size))
         self._chunk = tokens if tokens < TILE else tokens // TILE * TILE
 
+    def padded_size(self, num_tokens: int) -> int:
+        """`num_tokens` or, with our CUDA kernels, the next of few sizes: whole chunks, so that passes are alike."""
+        if not has_kernels() or num_tokens == 0:
+            return num_tokens
+        if num_tokens <= self._chunk:
+            return min(self._chunk, canonical_size(num_tokens))
+        num_chunks = -(-num_tokens // self._chunk)
+        step = 1 << max(0, num_chunks.bit_length() - CANONICAL_BITS)
+        return -(-num_chunks // step) * step * self._chunk
+
     def score(
         self, hidden_NH: mx.array, tokens_N: mx.array, temperature_N: mx.array, *, wants_slopes: bool = False
     ) -> Scores:
-        """Log-probs of `tokens_N` and entropies, float32, after temperature."""
+        """Log-probs of `tokens_N` and entropies, float32, after temperature. Hidden states after the last token are
+        padding (`padded_size`)."""
+        num_tokens, num_padding = len(tokens_N), len(hidden_NH) - len(tokens_N)
+        if num_padding:
+            tokens_N, temperature_N = (
+                mx.concatenate([array, mx.zeros((num_padding,), array.dtype)]) for array in (tokens_N, temperature_N)
+            )
         parts = [slice(start, start + self._chunk) for start in range(0, len(tokens_N), self._chunk)]
         chunks = [Chunk(hidden_NH[part], tokens_N[part], temperature_N[part]) for part in parts]
         chunk_scores = [self._scores(chunk) for chunk in chunks]
@@ -84,8 +102,8 @@ class ChunkedHead:
             stages = [[*stage, slope] for stage, slope in zip(stages, slopes, strict=True)]
         return Scores(
             chunks,
-            mx.concatenate(logprobs),
-            mx.concatenate(entropies),
+            mx.concatenate(logprobs)[:num_tokens],
+            mx.concatenate(entropies)[:num_tokens],
             single_scores=chunk_scores[0] if is_single else None,
             slopes_NH=mx.concatenate(slopes) if slopes else None,
             stages=[] if is_single else stages,
@@ -94,7 +112,12 @@ class ChunkedHead:
     def backward(
         self, scores: Scores, gradient_N: mx.array, entropy_gradient_N: mx.array | None = None
     ) -> tuple[mx.array, Stages]:
-        """Gradient with respect to the hidden states (N, H), given those with respect to log-probs and entropies."""
+        """Gradient with respect to the hidden states (N, H), given those with respect to log-probs and entropies; zeros
+        for padding."""
+        num_padding = sum(len(chunk.tokens_N) for chunk in scores.chunks) - len(gradient_N)
+        if num_padding:
+            gradient_N = mx.pad(gradient_N, (0, num_padding))
+            entropy_gradient_N = None if entropy_gradient_N is None else mx.pad(entropy_gradient_N, (0, num_padding))
         if scores.slopes_NH is not None and entropy_gradient_N is None:
             return (gradient_N[:, None] * scores.slopes_NH).astype(scores.slopes_NH.dtype), []
         gradients: list[mx.array] = []

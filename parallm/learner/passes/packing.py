@@ -2,10 +2,12 @@
 
 Linear layers, norms and rotary embeddings see every token as a row, so they compute no padding. Only attention knows
 which tokens belong together: a prompt is computed once, and its completions attend to its keys and values. Gradients
-flow back into the prompt through them.
+flow back into the prompt through them. With our CUDA kernels a layer attends in one launch, whatever the lengths, and
+the flat sequence is padded to one of few sizes: MLX then finds buffers and CUDA graphs of an earlier pass. Elsewhere,
+and for rows that are long and equal, each rectangle of rows attends in a call.
 
-Axes: M computed tokens, G completions, T longest of their inputs, P prompt tokens, H key-value heads, Q query heads,
-D head size.
+Axes: M computed tokens, S sequences, G completions, T longest of their inputs, P prompt tokens, H key-value heads,
+Q query heads, D head size.
 """
 
 from collections.abc import Sequence
@@ -16,7 +18,8 @@ import mlx.core as mx
 import numpy as np
 
 from parallm.model.attention import MIN_ROWS, attention
-from parallm.model.kernels.cuda import VECTOR_BYTES, on_cuda
+from parallm.model.kernels.cuda import VECTOR_BYTES, has_kernels
+from parallm.model.kernels.flash_attention import PackedSequences, fits
 from parallm.model.kernels.rotary import Rotation, rotated
 from parallm.model.lora.linear import LoraBinding
 from parallm.model.patches.forward import OwnCache
@@ -30,6 +33,10 @@ ALIGNED_TOKENS = 16
 """cuBLAS uses slow kernels for numbers of tokens that are not multiples of 8."""
 CHEAP_PADDING = 32
 """Rows are padded in place if that adds less than a 32nd; copies around attention cost a 20th (8B shape, H200)."""
+LONG_ROW, MAX_CALLS = 512, 8
+"""cuDNN attends 1.6 times as fast as our kernels (8 rows of 1,024, H200), and takes 0.3 ms a call on the host."""
+CANONICAL_BITS, MIN_STEP = 5, 64
+"""Between powers of two there are 16 canonical sizes, so padding adds a 32nd on average."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +50,18 @@ class Segment:
     def sizes(self) -> list[int]:
         """Tokens of the prompt and of each run, in the order of the flat sequence."""
         return [self.prompt, *(count * length for count, length in self.runs)]
+
+    @property
+    def row_lengths(self) -> list[int]:
+        """Inputs of the rows in each rectangle: the runs, or the prompt alone."""
+        return [length for _, length in self.runs] or [self.prompt]
+
+    def sequences(self, start: int) -> list[tuple[int, int, int, int]]:
+        """Prompt and rows from token `start` on, as `PackedSequences` takes them."""
+        lengths = [length for count, length in self.runs for _ in range(count)]
+        starts = accumulate(lengths, initial=start + self.prompt)
+        rows = [(first, length, start, self.prompt) for first, length in zip(starts, lengths, strict=False)]
+        return [(start, self.prompt, 0, 0), *rows]
 
     def positions(self) -> list[np.ndarray]:
         """Position of each token in its own sequence."""
@@ -60,12 +79,20 @@ class SlidingWindow:
 class PackedLayer(OwnCache):
     """The cache of a layer in a packed forward: keeps nothing, and attends within each segment."""
 
-    def __init__(self, segments: Sequence[Segment]) -> None:
+    def __init__(self, segments: Sequence[Segment], num_padding: int = 0) -> None:
+        """`num_padding` tokens after those of the segments see nothing, and nothing sees them."""
         self._blocks = _blocks(segments)
+        self._num_padding = num_padding
+        self._sequences = None
         self._angles: dict[Rotation, mx.array] = {}  # the same for all layers
-        self.offset = mx.array(
-            np.concatenate([part for segment in segments for part in segment.positions()]).astype(np.int32)
-        )
+        positions = [*(part for segment in segments for part in segment.positions()), np.zeros(num_padding)]
+        self.offset = mx.array(np.concatenate(positions).astype(np.int32))
+        self.takes_rows = has_kernels() and not attends_by_rectangles(segments)
+        """Whether all layers so far attended in one launch."""
+        if self.takes_rows:
+            starts = accumulate((sum(segment.sizes) for segment in segments), initial=0)
+            sequences = [s for segment, start in zip(segments, starts, strict=False) for s in segment.sequences(start)]
+            self._sequences = PackedSequences(np.array(sequences).reshape(-1, 4), self.offset.size)
 
     def make_mask(self, _: int, return_array: bool = False, window_size: int | None = None) -> SlidingWindow | None:
         assert not return_array, "a model that computes with masks cannot be packed"
@@ -86,8 +113,12 @@ class PackedLayer(OwnCache):
     ) -> mx.array:
         """Queries (M, Q, 1, D), keys and values (M, H, 1, D) -> (M, Q, 1, D)."""
         window = mask.size if isinstance(mask, SlidingWindow) else None
-        cuts = list(accumulate(size for block in self._blocks for size in _sizes(block)))[:-1]
         flat_MXD = (*self._rotated(queries, keys), values[:, :, 0])
+        if self._sequences is not None and fits(*flat_MXD):
+            return self._sequences.attend(*flat_MXD, scale=scale, window=window, sinks_Q=sinks)[:, :, None]
+        self.takes_rows = False
+        cuts = list(accumulate(size for block in self._blocks for size in _sizes(block)))
+        cuts = cuts if self._num_padding else cuts[:-1]
         parts = zip(*(mx.split(array, cuts) for array in flat_MXD), strict=True)
         attended_parts: list[mx.array] = []
         for block in self._blocks:
@@ -99,12 +130,14 @@ class PackedLayer(OwnCache):
                 run = _AttentionRows(*(_stacked(part, [len(part) // count] * count) for part in next(parts)))
                 keys_GLHD, values_GLHD = _with_prompt(prompts.keys, run.keys), _with_prompt(prompts.values, run.values)
                 attended_parts.append(run.attend(keys_GLHD, values_GLHD, scale, window, sinks).flatten(0, 1))
+        if self._num_padding:
+            attended_parts.append(mx.zeros_like(next(parts)[0]))
         return mx.concatenate(attended_parts)[:, :, None]
 
     def _rotated(self, queries: mx.array, keys: mx.array) -> tuple[mx.array, mx.array]:
         """Rotated queries and keys without the axis of one position; by our own kernel if it knows the rotation."""
         rotation = None
-        if on_cuda() and queries.shape[-1] * queries.dtype.size % VECTOR_BYTES == 0:
+        if has_kernels() and queries.shape[-1] * queries.dtype.size % VECTOR_BYTES == 0:
             queries, keys, rotation = before_rotation(queries, keys, self.offset, queries.dtype)
         if rotation is None:
             return queries[:, :, 0], keys[:, :, 0]
@@ -156,10 +189,11 @@ def padded_hidden(
 ) -> mx.array:
     """`packed_hidden` with the hidden states of padding tokens after it."""
     num_padding = num_padding_rows(inputs_M.size)
+    if has_kernels() and not attends_by_rectangles(segments):
+        num_padding = canonical_size(inputs_M.size) - inputs_M.size
     if num_padding > 0:
         inputs_M = mx.concatenate([inputs_M, mx.zeros((num_padding,), mx.int32)])
-        segments = _lengthened(segments, num_padding)
-    layer = PackedLayer(segments)
+    layer = PackedLayer(segments, num_padding)
     return model.hidden(inputs_M[:, None], [layer] * len(model.make_cache()), lora)[:, 0]
 
 
@@ -183,6 +217,35 @@ def can_pack(model: SharedModel) -> bool:
         return False
 
 
+def takes_rows(model: SharedModel) -> bool:
+    """Whether the layers of a packed forward attend to rows of any lengths in one launch. Evaluates nothing."""
+    if not has_kernels() or not model.is_batch_invariant:
+        return False
+    layer = PackedLayer([Segment(prompt=MIN_ROWS)])
+    try:
+        model.hidden(mx.zeros((MIN_ROWS, 1), mx.int32), [layer] * len(model.make_cache()), None)
+    except (AssertionError, AttributeError, TypeError, ValueError):  # as in `can_pack`
+        return False
+    return layer.takes_rows
+
+
+def attends_by_rectangles(segments: Sequence[Segment]) -> bool:
+    """Whether few calls of cuDNN attend to all rows, faster than our kernels would."""
+    num_calls = sum(1 + len(block[0].runs) for block in _blocks(segments))
+    return num_calls <= MAX_CALLS and are_alike([length for segment in segments for length in segment.row_lengths])
+
+
+def are_alike(lengths: Sequence[int]) -> bool:
+    """Whether rows of these lengths are long, and nearly equal."""
+    return min(lengths, default=0) >= LONG_ROW and canonical_size(min(lengths)) == canonical_size(max(lengths))
+
+
+def canonical_size(size: int) -> int:
+    """The next of a few sizes, a multiple of `MIN_STEP`."""
+    step = max(MIN_STEP, 1 << max(0, size.bit_length() - CANONICAL_BITS))
+    return -(-size // step) * step
+
+
 def num_padding_rows(num_rows: int) -> int:
     """Rows that pad a matrix product."""
     # with fewer rows than the engine's it would round differently; on a GPU it is slow unless aligned
@@ -201,14 +264,6 @@ def _fused_length() -> int:
 
 def _aligned_tokens() -> int:
     return 1 if mx.default_device() == mx.Device(mx.cpu) else ALIGNED_TOKENS
-
-
-def _lengthened(segments: Sequence[Segment], num_padding: int) -> list[Segment]:
-    """`segments` with `num_padding` padding tokens, which no other token sees."""
-    last = segments[-1] if segments else None
-    if last is None or last.runs:
-        return [*segments, Segment(prompt=num_padding)]
-    return [*segments[:-1], Segment(prompt=last.prompt + num_padding)]
 
 
 def _blocks(segments: Sequence[Segment]) -> list[list[Segment]]:

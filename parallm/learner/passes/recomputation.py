@@ -22,18 +22,27 @@ from parallm.model.lora.training import DropoutLora, TrainingLora
 from parallm.model.shared_model import SharedModel
 
 PASS_TOKENS = 1024
-CUDA_PASS_TOKENS = 5120
-"""8B shape on an H200: passes of 4 rows of 1,024 are 9% faster than of 2, and 1% slower than of 8, which need 12 GB
-more. Not measured on Metal, where it would lengthen the longest wait of decoding."""
+MAX_CUDA_PASS_TOKENS = 64 * PASS_TOKENS
+"""Longer passes of a small model (25.7M parameters) are no faster, and decoding waits for them."""
+CUDA_PASS_SHARE = 0.22
+"""Share of the device memory beside the base that `auto` fills on CUDA: 5,120 tokens of an 8B shape on an H200, where
+4 rows of 1,024 are 9% faster than 2, and 1% slower than 8, which need 12 GB more. Not measured on Metal, where longer
+passes would lengthen the longest wait of decoding."""
 ACTIVATION_SHARE = 0.5
 """Share of the device memory beside the base that a pass may keep."""
+LOGITS_CHUNKS = 4
+"""Logits of two chunks exist at the same time, and their gradients."""
 
 
-def pass_tokens(settings: LearnerSettings) -> int:
+def pass_tokens(settings: LearnerSettings, model: SharedModel) -> int:
     """Tokens of one forward and backward pass, padding included."""
     if settings.micro_batch_tokens != "auto":
         return settings.micro_batch_tokens
-    return CUDA_PASS_TOKENS if on_cuda() else PASS_TOKENS
+    if not on_cuda():
+        return PASS_TOKENS
+    free = CUDA_PASS_SHARE * max(0, device_memory() - model.base_bytes) - LOGITS_CHUNKS * settings.head_chunk_bytes
+    units = int(free / activation_bytes(model)) // PASS_TOKENS
+    return min(max(1, units) * PASS_TOKENS, MAX_CUDA_PASS_TOKENS)
 
 
 def checkpoints_layers(settings: LearnerSettings, model: SharedModel, num_tokens: int) -> bool:
@@ -54,8 +63,9 @@ def checkpoints_layers(settings: LearnerSettings, model: SharedModel, num_tokens
 
 
 def activation_bytes(model: SharedModel) -> int:
-    """Bytes that a pass keeps per token: about the inputs and outputs of all linear layers."""
-    linears = [module for module in model.base.modules() if isinstance(module, nn.Linear | nn.QuantizedLinear)]
+    """Bytes that a pass keeps per token: about the inputs and outputs of all linear layers but the head, whose logits
+    are not kept. Inputs that layers share count for each, in place of what other operations keep."""
+    linears = [module for module in model.trunk.modules() if isinstance(module, nn.Linear | nn.QuantizedLinear)]
     return sum(map(_columns, linears)) * model.dtype.size
 
 

@@ -1,26 +1,32 @@
 """CUDA kernels of our own: a `.cu` file beside this module becomes a function of MLX's CUDA build.
 
 Each kernel has one Python face in this folder, which alone calls `kernel`; other devices compute the same with MLX's
-operations. A `.cu` file holds the body of a function: MLX writes its head, with a pointer for each input and output,
-`x_shape` and `x_strides` where the body reads them, and the constants of a call's `template`.
+operations. A `.cu` file holds a whole function of its own name. Its parameters are the inputs, the outputs and the
+scalars of a call in their order; what the compiler has to know are macros (`compiler.py`).
 """
 
-import re
-import zlib
-from collections.abc import Callable
+import logging
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import cache, lru_cache
-from pathlib import Path
 
 import mlx.core as mx
 
-Kernel = Callable[..., list[mx.array]]
+from parallm.model.kernels.compiler import CompileError, Defines, NoCompiler, Specialization, cubin
+
 Number = int | float
+Size3 = tuple[int, int, int]
 
 VECTOR_BYTES = 16  # what a thread reads at once, `Pack` in pack.cuh
 MIN_ON_DEVICE = 3  # numbers of 32 bits: MLX keeps arrays of 8 bytes and less in the host's memory, far from kernels
 MAX_INTERNED = 512
-FOLDER = Path(__file__).parent
-INCLUDE = re.compile(r'^#include "(.+)"\n', re.M)
+OLDEST = 80  # architecture whose instructions the kernels use
+
+logger = logging.getLogger(__name__)
+_listed: ContextVar[dict[Specialization, None] | None] = ContextVar("listed", default=None)
 
 
 def on_cuda() -> bool:
@@ -33,36 +39,104 @@ def architecture() -> str:
     return str(mx.device_info()["architecture"])
 
 
-@cache
-def kernel(
-    name: str,
-    inputs: tuple[str, ...],
-    outputs: tuple[str, ...],
-    *,
-    defines: tuple[tuple[str, int | str], ...] = (),
-    copies_views: bool = True,
-    shared_memory: int = 0,
-) -> Kernel:
-    """The function in `{name}.cu`; its `grid` counts threads.
+def has_kernels() -> bool:
+    """Whether the kernels run on this device; other devices compute the same with MLX's operations."""
+    return on_cuda() and _compiles()
 
-    `defines` are macros: lists, and conditions of `#if`. Without `copies_views` an input may be strided, and the source
-    reads its `_strides`. `shared_memory` is the size of `extern __shared__` in bytes.
+
+@cache
+def _compiles() -> bool:
+    """Whether this GPU's machine code can be made here; if not, a warning says why."""
+    try:
+        if int(architecture().removeprefix("sm_")) >= OLDEST:
+            cubin("swiglu", (("T", mx.float32),), target())
+            return True
+        reason: object = f"they need compute capability 8.0, this GPU is {architecture()}"
+    except (NoCompiler, CompileError) as error:
+        reason = error
+    logger.warning("MLX's operations stand in for the CUDA kernels of ParaLLM, and take longer: %s", reason)
+    return False
+
+
+def target() -> str:
+    """The architecture that machine code is made for; as MLX, with what only this one has from Hopper on."""
+    return architecture() + ("a" if int(architecture().removeprefix("sm_")) >= 90 else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A function in machine code, with all its macros."""
+
+    name: str
+    cubin: bytes | None
+    """None where kernels are only listed (`listed_kernels`): the outputs are zeros."""
+    shared_memory: int
+    copies_views: bool
+
+    def __call__(
+        self,
+        inputs: Sequence[mx.array],
+        scalars: Sequence[Number] = (),
+        *,
+        grid: Size3,
+        threadgroup: Size3,
+        output_shapes: Sequence[tuple[int, ...]],
+        output_dtypes: Sequence[mx.Dtype],
+    ) -> list[mx.array]:
+        """The outputs, lazily. `grid` counts threads; scalars are bool, int32 or float32."""
+        if self.cubin is None:
+            return [mx.zeros(shape, dtype) for shape, dtype in zip(output_shapes, output_dtypes, strict=True)]
+        outputs: list[mx.array] = mx.fast.precompiled_cuda_kernel(
+            name=self.name,
+            compiled_source=self.cubin,
+            inputs=inputs,
+            output_shapes=output_shapes,
+            output_dtypes=output_dtypes,
+            scalars=[_float32(scalar) if isinstance(scalar, float) else scalar for scalar in scalars],
+            grid=grid,
+            threadgroup=threadgroup,
+            shared_memory=self.shared_memory,
+            ensure_row_contiguous=self.copies_views,
+        )
+        return outputs
+
+
+def kernel(name: str, defines: Defines = (), *, shared_memory: int = 0, copies_views: bool = True) -> Kernel:
+    """The function in `{name}.cu` with these macros, from the cache on disk or compiled now.
+
+    `shared_memory` is the size of `extern __shared__` in bytes: one for the same macros, because MLX sets it once.
+    With `copies_views` an input that is not contiguous is copied before the launch.
     """
-    source = (FOLDER / f"{name}.cu").read_text()
-    macros = [f"#define {macro} {int(value) if isinstance(value, bool) else value}\n" for macro, value in defines]
-    headers = [(FOLDER / header).read_text() for header in INCLUDE.findall(source)]
-    if defines:  # MLX keeps what it compiled by its name
-        name = f"{name}_{zlib.crc32(repr(defines).encode()):08x}"
-    function: Kernel = mx.fast.cuda_kernel(
-        name,
-        list(inputs),
-        list(outputs),
-        INCLUDE.sub("", source),
-        "".join(macros + headers),
-        ensure_row_contiguous=copies_views,
-        shared_memory=shared_memory,
-    )
-    return function
+    listed = _listed.get()
+    if listed is None:
+        return _kernel(name, defines, shared_memory, copies_views)
+    listed[name, defines] = None
+    return Kernel(name, None, shared_memory, copies_views)
+
+
+@cache
+def _kernel(name: str, defines: Defines, shared_memory: int, copies_views: bool) -> Kernel:
+    return Kernel(name, cubin(name, defines, target()), shared_memory, copies_views)
+
+
+@contextmanager
+def listed_kernels() -> Iterator[dict[Specialization, None]]:
+    """The kernels that are asked for inside the block, in their order; none is compiled, and none runs.
+
+    Whoever builds the graph of a forward inside finds out what it needs: MLX is lazy, so nothing is computed.
+    """
+    listed: dict[Specialization, None] = {}
+    token = _listed.set(listed)
+    try:
+        yield listed
+    finally:
+        _listed.reset(token)
+
+
+def _float32(number: float) -> float:
+    """The nearest number that MLX takes as a scalar."""
+    rounded: float = struct.unpack("<f", struct.pack("<f", number))[0]
+    return rounded
 
 
 @lru_cache(MAX_INTERNED)

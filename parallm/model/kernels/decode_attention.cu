@@ -1,10 +1,20 @@
 // One new token of each row attends to the keys and values in its slot, and writes its own there.
-// T type, D head size, H key-value heads, G queries of each, TILE of which a block serves, LANES of a team, WINDOW
-// positions that are seen (0: all), SCALE a float32's bits. DIMS values of each head are rotated by a row's `angles`
-// (0: none), neighbours with each other if PAIRED. Queries, new keys and values come with strides: they may be parts
-// of one product. PARTS: several blocks share a row, and write `sums`, `largests` and `totals` in its place.
+// T type, D head size, H key-value heads, G queries of each, TILE of which a block serves, LANES of a team. Slots have
+// `capacity` positions, of which the newest `window` are seen (0: all). DIMS values of each head are rotated by a row's
+// `angles` (0: none), neighbours with each other if PAIRED. Queries, new keys and new values may be columns of one
+// product: the first row's begin at `*_start`, the next row's `*_pitch` values after.
+// PARTS: several blocks share a row, and write `sums`, `largests` and `totals` in its place.
 #include "pack.cuh"
 
+extern "C" __global__ void decode_attention(const T* queries, const T* new_keys, const T* new_values, const T* keys,
+                                            const T* values, const int* slots, const int* lengths, const float* angles,
+#if PARTS
+                                            float* sums, float* largests, float* totals,
+#else
+                                            T* attended,
+#endif
+                                            int capacity, int window, float scale, int queries_start, int queries_pitch,
+                                            int keys_start, int keys_pitch, int values_start, int values_pitch) {
   using P = Pack<T>;
   constexpr int PACKS = D / (LANES * P::size), SIZE = PACKS * P::size;  // of a lane
   constexpr int TEAMS = THREADS / LANES, TILES = G / TILE;
@@ -15,9 +25,9 @@
   const int lane = threadIdx.x % LANES, team = threadIdx.x / LANES;
   const int tile = blockIdx.x % TILES;
   const int64_t head = blockIdx.x / TILES;  // row and key-value head
-  const int capacity = keys_shape[2], length = lengths[head / H];
+  const int length = lengths[head / H];
   const int part = ((capacity + gridDim.y - 1) / gridDim.y + 15) / 16 * 16;
-  const int first = WINDOW > 0 ? max(0, length + 1 - WINDOW) : 0;
+  const int first = window > 0 ? max(0, length + 1 - window) : 0;
   const int begin = max(first, int(blockIdx.y) * part), end = min(length, (int(blockIdx.y) + 1) * part);
   const bool has_newest = int(blockIdx.y) == length / part;
   const int64_t first_query = head * G + tile * TILE;
@@ -32,12 +42,10 @@
   }
   const int64_t row = head / H;
 
-  // Values of a head that are `stride` apart, from `start` on
-  auto values_at = [](const T* from, int start, int64_t stride) {
-    if (stride == 1 && reinterpret_cast<uintptr_t>(from + start) % sizeof(P) == 0)
-      return *reinterpret_cast<const P*>(from + start);
+  auto values_at = [](const T* from) {
+    if (reinterpret_cast<uintptr_t>(from) % sizeof(P) == 0) return *reinterpret_cast<const P*>(from);
     P found;
-    for (int j = 0; j < P::size; j++) found.values[j] = from[(start + j) * stride];
+    for (int j = 0; j < P::size; j++) found.values[j] = from[j];
     return found;
   };
   // Queries and the new key, rotated, once for all teams
@@ -46,10 +54,9 @@
   for (int i = threadIdx.x; i < (TILE + 1) * VECTORS; i += blockDim.x) {
     const int g = i / VECTORS, start = i % VECTORS * P::size;
     const bool is_key = g == TILE;
-    const int64_t stride = is_key ? new_keys_strides[3] : queries_strides[3];
-    const T* from = is_key ? new_keys + row * new_keys_strides[0] + (head - row * H) * new_keys_strides[1]
-                           : queries + row * queries_strides[0] + (first_query + g - row * H * G) * queries_strides[1];
-    P own = values_at(from, start, stride);
+    const T* from = is_key ? new_keys + keys_start + row * keys_pitch + (head - row * H) * D
+                           : queries + queries_start + row * queries_pitch + (first_query + g - row * H * G) * D;
+    P own = values_at(from + start);
     if (start < DIMS) {
       const float2* angle = reinterpret_cast<const float2*>(angles) + row * HALF + (PAIRED ? start / 2 : start % HALF);
       if constexpr (PAIRED) {
@@ -62,7 +69,7 @@
         }
       } else {
         const bool is_left = start < HALF;
-        P other = values_at(from, is_left ? start + HALF : start - HALF, stride);
+        P other = values_at(from + (is_left ? start + HALF : start - HALF));
 #pragma unroll
         for (int j = 0; j < P::size; j++) {
           float one = float(own.values[j]), two = float(other.values[j]);
@@ -89,7 +96,7 @@
       P raw = turned[g][c * LANES + lane];
 #pragma unroll
       for (int j = 0; j < P::size; j++) {
-        query[g][c * P::size + j] = float(raw.values[j]) * __int_as_float(SCALE);
+        query[g][c * P::size + j] = float(raw.values[j]) * scale;
         sum[g][c * P::size + j] = 0.0f;
       }
     }
@@ -160,9 +167,9 @@
     float score[TILE];
 #pragma unroll
     for (int c = 0; c < PACKS; c++) {
-      const T* from = new_values + row * new_values_strides[0] + (head - row * H) * new_values_strides[1];
+      const T* from = new_values + values_start + row * values_pitch + (head - row * H) * D;
       key[c] = turned[TILE][c * LANES + lane];
-      value[c] = values_at(from, (c * LANES + lane) * P::size, new_values_strides[3]);
+      value[c] = values_at(from + (c * LANES + lane) * P::size);
       if (team == 0 && tile == 0) {
         int64_t place = int64_t(length) * D + c * LANES * P::size;
         *reinterpret_cast<P*>(const_cast<T*>(key_pool + place)) = key[c];
@@ -206,3 +213,4 @@
     attended[(first_query + g) * D + d] = T(found / all);
 #endif
   }
+}

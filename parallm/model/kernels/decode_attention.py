@@ -14,12 +14,13 @@ P parts.
 """
 
 import math
-import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 
-from parallm.model.kernels.cuda import VECTOR_BYTES, kernel, on_cuda
+from parallm.model.kernels.cuda import VECTOR_BYTES, has_kernels, kernel
 
 THREADS = 128  # of a block
 MIN_HEAD_SIZE, MAX_HEAD_SIZE, HEAD_SIZE_STEP = 64, 256, 32  # of heads
@@ -27,8 +28,6 @@ MAX_VALUES = 64  # of queries, and as many sums, in a thread's registers
 TARGET_BLOCKS = 6 * 132  # of the grid: for each of an H200's processors a few, so that rows of unlike lengths even out
 MIN_PART, MAX_PART = 64, 512  # positions of a part
 
-INPUTS = ("queries", "new_keys", "new_values", "keys", "values", "slots", "lengths", "angles")
-PARTS = ("sums", "largests", "totals")
 DTYPES = (mx.bfloat16, mx.float16, mx.float32)
 
 
@@ -42,11 +41,41 @@ class RotaryAngles:
     """Pairs are neighbours, or else values that are as far apart as there are pairs."""
 
 
+class Columns(mx.array):
+    """Some columns of `whole` (B, 1, W), from `start` on; also when they have been cut into heads, (B, X, 1, D).
+
+    A decode step's queries, keys and values are parts of one product. MLX does not tell strides before it computes, so
+    a kernel reads `whole`, and the columns themselves are never made.
+    """
+
+    def __init__(self, value: mx.array, whole: mx.array, start: int) -> None:
+        super().__init__(value)
+        self.whole, self.start = whole, start
+
+    def reshape(self, *shape: Any, **options: Any) -> mx.array:
+        reshaped = super().reshape(*shape, **options)
+        return self._same(reshaped) if reshaped.shape[:1] == self.whole.shape[:1] else reshaped
+
+    def transpose(self, *axes: Any, **options: Any) -> mx.array:
+        transposed = super().transpose(*axes, **options)
+        return self._same(transposed) if self.shape[1:2] == (1,) and axes == (0, 2, 1, 3) else transposed
+
+    def _same(self, value: mx.array) -> "Columns":
+        return Columns(value, self.whole, self.start)
+
+
+def columns_of(whole_B1W: mx.array, widths: Sequence[int]) -> list[Columns]:
+    """Parts of these widths beside each other."""
+    starts = [sum(widths[:index]) for index in range(len(widths))]
+    parts = mx.split(whole_B1W, starts[1:], axis=-1)
+    return [Columns(part, whole_B1W, start) for part, start in zip(parts, starts, strict=True)]
+
+
 def fits(queries_BQTD: mx.array, keys_SHLD: mx.array, values_SHLD: mx.array) -> bool:
     """Whether `append_and_attend` can compute one token per row with these pools on this device."""
     size = keys_SHLD.shape[3]
     return (
-        on_cuda()
+        has_kernels()
         and queries_BQTD.shape[2] == 1
         and keys_SHLD.shape == values_SHLD.shape
         and queries_BQTD.dtype == keys_SHLD.dtype == values_SHLD.dtype
@@ -83,40 +112,39 @@ def append_and_attend(
     blocks = rows * query_heads // tile
     parts = num_parts(blocks, positions)
     angles = rotary.angles if rotary else lengths_B  # not read
-    arguments = {
-        "inputs": [queries_BQ1D, new_keys_BH1D, new_values_BH1D, keys_SHLD, values_SHLD, slots_B, lengths_B, angles],
-        "template": [
-            ("T", keys_SHLD.dtype),
-            ("D", size),
-            ("H", heads),
-            ("G", repeats),
-            ("TILE", tile),
-            ("LANES", lanes),
-            ("WINDOW", window),
-            ("THREADS", THREADS),
-            ("SCALE", _bits(scale * math.log2(math.e))),
-            ("DIMS", 2 * rotary.angles.shape[1] if rotary else 0),
-            ("PAIRED", rotary is not None and rotary.traditional),
-        ],
-        "grid": (blocks * THREADS, parts, 1),
-        "threadgroup": (THREADS, 1, 1),
-    }
-    shape, dtype = (rows, query_heads, 1, size), keys_SHLD.dtype
-    if parts == 1:
-        attend = kernel("decode_attention", INPUTS, ("attended",), copies_views=False)
-        return attend(**arguments, output_shapes=[shape], output_dtypes=[dtype])[0]
-    attend = kernel("decode_attention", INPUTS, PARTS, defines=(("PARTS", True),), copies_views=False)
-    of_parts = (rows, query_heads, parts)
-    partial = attend(**arguments, output_shapes=[(*of_parts, size), of_parts, of_parts], output_dtypes=[mx.float32] * 3)
-    (attended,) = kernel("decode_attention_merge", PARTS, ("attended",))(
-        inputs=partial,
-        template=[("T", dtype), ("D", size)],
-        grid=(rows * query_heads * size, 1, 1),
-        threadgroup=(size, 1, 1),
-        output_shapes=[shape],
-        output_dtypes=[dtype],
+    places = [_place(array) for array in (queries_BQ1D, new_keys_BH1D, new_values_BH1D)]
+    dtype, of_parts = keys_SHLD.dtype, (rows, query_heads, parts)
+    defines = (
+        ("T", dtype),
+        ("D", size),
+        ("H", heads),
+        ("G", repeats),
+        ("TILE", tile),
+        ("LANES", lanes),
+        ("THREADS", THREADS),
+        ("DIMS", 2 * rotary.angles.shape[1] if rotary else 0),
+        ("PAIRED", rotary is not None and rotary.traditional),
+        ("PARTS", parts > 1),
     )
-    return attended
+    shape = (rows, query_heads, 1, size)
+    attended = kernel("decode_attention", defines)(
+        [*(place.whole for place in places), keys_SHLD, values_SHLD, slots_B, lengths_B, angles],
+        [positions, window, scale * math.log2(math.e), *(n for place in places for n in (place.start, place.pitch))],
+        grid=(blocks * THREADS, parts, 1),
+        threadgroup=(THREADS, 1, 1),
+        output_shapes=[(*of_parts, size), of_parts, of_parts] if parts > 1 else [shape],
+        output_dtypes=[mx.float32] * 3 if parts > 1 else [dtype],
+    )
+    if parts > 1:
+        attended = kernel("decode_attention_merge", (("T", dtype), ("D", size)))(
+            attended,
+            [parts],
+            grid=(rows * query_heads * size, 1, 1),
+            threadgroup=(size, 1, 1),
+            output_shapes=[shape],
+            output_dtypes=[dtype],
+        )
+    return attended[0]
 
 
 def lanes_of(size: int, dtype: mx.Dtype) -> int:
@@ -136,7 +164,16 @@ def num_parts(blocks: int, positions: int) -> int:
     return max(1, min(needed, positions // MIN_PART))
 
 
-def _bits(number: float) -> int:
-    """A float32 as an integer: kernels take no other constants."""
-    bits: int = struct.unpack("<i", struct.pack("<f", number))[0]
-    return bits
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Place of heads (B, X, 1, D) in `whole`: values before those of the first row, and from row to row."""
+
+    whole: mx.array
+    start: int
+    pitch: int
+
+
+def _place(heads_BX1D: mx.array) -> _Place:
+    if isinstance(heads_BX1D, Columns):
+        return _Place(heads_BX1D.whole, heads_BX1D.start, heads_BX1D.whole.shape[-1])
+    return _Place(heads_BX1D, 0, heads_BX1D.shape[1] * heads_BX1D.shape[3])

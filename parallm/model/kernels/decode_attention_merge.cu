@@ -1,5 +1,7 @@
 // Merges the parts of rows that several blocks of decode_attention.cu share. T type, D head size.
-  const int num_parts = totals_shape[2];
+
+extern "C" __global__ void decode_attention_merge(const float* sums, const float* largests, const float* totals,
+                                                  T* attended, int num_parts) {
   const int64_t place = int64_t(blockIdx.x) * num_parts;
   float most = -1e30f, all = 0.0f, found = 0.0f;
   for (int p = 0; p < num_parts; p++) most = fmaxf(most, largests[place + p]);
@@ -10,3 +12,4 @@
     found += weight * sums[(place + p) * D + threadIdx.x];
   }
   attended[int64_t(blockIdx.x) * D + threadIdx.x] = T(found / all);
+}

@@ -11,8 +11,21 @@
 // That includes its own code, which the weights of other layers have driven out of the caches since the last time: a
 // thousand instructions take 2 microseconds on an H200, so loops are unrolled only where registers need it.
 #include "pack.cuh"
+
+extern "C" __global__ void expand(const Y* y,
+#if ADDS
+                                  const T* other,
+#endif
+#if HAS_LORA
+                                  const float* hidden, const int* order, const int* starts, const T* factors,
+#endif
+                                  POINTERS,
+#if HAS_LORA
+                                  int num_parts, int versions, int numbers_of_version,
+#endif
+                                  int num_rows, int tokens) {
   using P = Pack<T>;
-  const int tokens = y_shape[2], rows = y_shape[1] * tokens, first = blockIdx.y * TILE;
+  const int rows = num_rows * tokens, first = blockIdx.y * TILE;
 #if HAS_LORA
   auto row_at = [&](int place) {
     return int64_t(SORTED ? order[place / tokens * 2] * tokens + place % tokens : place);
@@ -75,7 +88,7 @@
       column += ranks[s - 1];
       rank = ranks[s];
     }
-  const int64_t numbers = factors_shape[1], begin = starts[1 + target] + vector * P::size;
+  const int64_t numbers = numbers_of_version, begin = starts[1 + target] + vector * P::size;
   __shared__ P factor[AT_ONCE][THREADS];
   __shared__ float totals[TILE][K];
   bool has_totals = false;
@@ -97,10 +110,10 @@
 #pragma unroll 1
         for (int i = threadIdx.x; i < TILE * K; i += THREADS) {
           const int place = min(first + i / K, rows - 1), of_row = order[place / tokens * 2 + 1];
-          const float* parts = hidden + (row_at(place) * factors_shape[0] + max(of_row, 0)) * K + i % K;
+          const float* parts = hidden + (row_at(place) * versions + max(of_row, 0)) * K + i % K;
           float total = 0.0f;
 #pragma unroll 4
-          for (int p = 0; p < hidden_shape[0]; p++) total += parts[p * int64_t(rows) * factors_shape[0] * K];
+          for (int p = 0; p < num_parts; p++) total += parts[p * int64_t(rows) * versions * K];
           totals[i / K][i % K] = total;
         }
         __syncthreads();
@@ -168,3 +181,4 @@
     *reinterpret_cast<P*>(output + row_at(first + t) * width + vector * P::size) = values;
   }
 #endif
+}

@@ -1,4 +1,8 @@
 // Where top-k and top-p end in each row of V logits; see token_filter.py.
+
+extern "C" __global__ void filter_ends(const float* scaled, const float* exponentials, const float* largest,
+                                       const float* sums, const uint64_t* top_k, const uint64_t* top_p, float* lowest,
+                                       int* last) {
   using Packed = unsigned long long;
   constexpr int count_bits = 20, bins = 2048, no_bin = -1;
   constexpr Packed count_mask = (1 << count_bits) - 1;
@@ -83,3 +87,4 @@
     lowest[row] = __uint_as_float(order >> 31 ? order : ~order & 0x7fffffffu);
     last[row] = last_id;
   }
+}

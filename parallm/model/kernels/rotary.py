@@ -40,9 +40,9 @@ class Rotation:
         numbers = mx.array([self.scale, log_base], mx.float32)
         wavelengths = numbers if self.wavelengths is None else self.wavelengths  # not read where there is a base
         count = offsets_B.shape[0] * pairs
-        return kernel("rotary_angles", ("offsets", "wavelengths", "numbers"), ("angles",))(
-            inputs=[offsets_B, wavelengths, numbers],
-            template=[("PAIRS", pairs), ("BY_BASE", self.base is not None)],
+        return kernel("rotary_angles", (("PAIRS", pairs), ("BY_BASE", self.base is not None)))(
+            [offsets_B.astype(mx.int32), wavelengths, numbers],
+            [offsets_B.shape[0]],
             grid=(-(-count // ANGLE_THREADS) * ANGLE_THREADS, 1, 1),
             threadgroup=(ANGLE_THREADS, 1, 1),
             output_shapes=[(offsets_B.shape[0], pairs, 2)],
@@ -81,15 +81,16 @@ def _rotate(heads: mx.array, angles: mx.array, rotation: Rotation, *, back: bool
     size = VECTOR_BYTES // heads.dtype.size
     units = heads.shape[2] // size - (0 if rotation.traditional else rotation.dims // size // 2)
     threads = heads.shape[0] * heads.shape[1] * units
-    return kernel("rotate", ("heads", "angles"), ("turned",))(
-        inputs=[heads, angles],
-        template=[
-            ("T", heads.dtype),
-            ("D", heads.shape[2]),
-            ("DIMS", rotation.dims),
-            ("PAIRED", rotation.traditional),
-            ("BACK", back),
-        ],
+    defines = (
+        ("T", heads.dtype),
+        ("D", heads.shape[2]),
+        ("DIMS", rotation.dims),
+        ("PAIRED", rotation.traditional),
+        ("BACK", back),
+    )
+    return kernel("rotate", defines)(
+        [heads, angles],
+        heads.shape[:2],
         grid=(-(-threads // THREADS) * THREADS, 1, 1),
         threadgroup=(THREADS, 1, 1),
         output_shapes=[heads.shape],

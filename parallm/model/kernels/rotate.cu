@@ -2,13 +2,15 @@
 // T type; the first DIMS values of a head are rotated, PAIRED with their neighbours or with those DIMS / 2 apart.
 // BACK is the transpose.
 #include "pack.cuh"
+
+extern "C" __global__ void rotate(const T* heads, const float* angles, T* turned, int num_tokens, int num_heads) {
   using P = Pack<T>;
   // A thread moves a vector of a head's first values and the one that it pairs with; BACK is the transpose
   constexpr int VECTORS = D / P::size, TURNED = DIMS / P::size, UNITS = VECTORS - (PAIRED ? 0 : TURNED / 2);
   const int64_t index = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
   const float sign = BACK ? -1.0f : 1.0f;
-  if (index >= heads_shape[0] * heads_shape[1] * int64_t(UNITS)) return;
-  const int64_t head = index / UNITS, token = head / heads_shape[1];
+  if (index >= num_tokens * num_heads * int64_t(UNITS)) return;
+  const int64_t head = index / UNITS, token = head / num_heads;
   const int unit = index % UNITS;
   const P* from = reinterpret_cast<const P*>(heads) + head * VECTORS;
   P* to = reinterpret_cast<P*>(turned) + head * VECTORS;
@@ -36,3 +38,4 @@
   } else {
     to[unit + TURNED / 2] = from[unit + TURNED / 2];
   }
+}

@@ -69,13 +69,8 @@ class ShrinkOutput:
     hidden_PBTK: mx.array
     """See `shrink`."""
 
-    def inputs(self) -> dict[str, mx.array]:
-        return {
-            "hidden": self.hidden_PBTK,
-            "order": self.order_B2,
-            "starts": self.weights.starts,
-            "factors": self.weights.array_VN,
-        }
+    def inputs(self) -> list[mx.array]:
+        return [self.hidden_PBTK, self.order_B2, self.weights.starts, self.weights.array_VN]
 
 
 class GroupOutput:
@@ -88,55 +83,54 @@ class GroupOutput:
 
     def split(self) -> list[mx.array]:
         """The outputs of each target, (B, T, O)."""
-        names = [f"out{target}" for target in range(len(self._widths))]
-        return self._expand(names, self._widths, sum(self._widths) * self._dtype.size // VECTOR_BYTES)
+        return self._expand(self._widths, sum(self._widths) * self._dtype.size // VECTOR_BYTES)
 
     def gated(self) -> mx.array:
         """SwiGLU of two targets of the same width (B, T, O): silu of the first by the second."""
         threads = 2 * -(-self._widths[0] * self._dtype.size // VECTOR_BYTES // 32) * 32  # a warp for each
-        return self._expand(["product"], self._widths[:1], threads)[0]
+        return self._expand(self._widths[:1], threads, is_gated=True)[0]
 
     def added_to(self, other: mx.array) -> mx.array:
         """The sum of a group's only output and `other` (B, T, O) of its type, rounded once."""
         threads = self._widths[0] * self._dtype.size // VECTOR_BYTES
-        return self._expand(["out0"], self._widths, threads, other)[0]
+        return self._expand(self._widths, threads, other)[0]
 
     def _expand(
-        self, names: Sequence[str], widths: Sequence[int], threads: int, other: mx.array | None = None
+        self, widths: Sequence[int], threads: int, other: mx.array | None = None, *, is_gated: bool = False
     ) -> list[mx.array]:
         splits, *rows, _ = self._y_SBTO.shape
         num_rows = rows[0] * rows[1]
         tile = _tile(num_rows) if len(self._widths) > 1 else 2  # the outputs of one target make few blocks
-        inputs = {"y": self._y_SBTO}
-        if other is not None:
-            inputs["other"] = other
+        inputs, sizes = [self._y_SBTO, *([] if other is None else [other])], [*rows]
         if self._lora:
-            inputs |= self._lora.inputs()
+            inputs += self._lora.inputs()
+            sizes = [self._lora.hidden_PBTK.shape[0], *self._lora.weights.array_VN.shape, *rows]
+        names = ["product"] if is_gated else [f"out{target}" for target in range(len(widths))]
         defines = (
+            ("T", self._dtype),
+            ("Y", self._y_SBTO.dtype),
             ("HAS_LORA", bool(self._ranks)),
-            ("GATED", len(names) < len(self._widths)),
+            ("GATED", is_gated),
             ("ADDS", other is not None),
             ("WIDTHS", ", ".join(map(str, self._widths))),
             ("RANKS", ", ".join(map(str, self._ranks))),
+            ("POINTERS", ", ".join(f"T* {name}" for name in names)),
             ("OUTPUTS", ", ".join(names)),
+            ("SPLITS", splits),
+            ("TILE", tile),
+            ("K", sum(self._ranks)),
+            ("SORTED", self._lora is not None and self._lora.weights.is_sorted),
+            ("TARGETS", len(self._widths)),
+            ("TOTAL", sum(self._widths)),
+            ("THREADS", EXPAND_THREADS),
         )
-        return kernel("expand", tuple(inputs), tuple(names), defines=defines)(
-            inputs=list(inputs.values()),
-            template=[
-                ("T", self._dtype),
-                ("Y", self._y_SBTO.dtype),
-                ("SPLITS", splits),
-                ("TILE", tile),
-                ("K", sum(self._ranks)),
-                ("SORTED", self._lora is not None and self._lora.weights.is_sorted),
-                ("TARGETS", len(self._widths)),
-                ("TOTAL", sum(self._widths)),
-                ("THREADS", EXPAND_THREADS),
-            ],
+        return kernel("expand", defines)(
+            inputs,
+            sizes,
             grid=(-(-threads // EXPAND_THREADS) * EXPAND_THREADS, -(-num_rows // tile), 1),
             threadgroup=(EXPAND_THREADS, 1, 1),
             output_shapes=[(*rows, width) for width in widths],
-            output_dtypes=[self._dtype] * len(names),
+            output_dtypes=[self._dtype] * len(widths),
         )
 
 
@@ -148,17 +142,17 @@ def shrink(x_BTI: mx.array, weights: GroupWeights, order_B2: mx.array) -> mx.arr
     while -(-inputs // chunk) > MAX_PARTS:
         chunk *= 2
     threads, num_parts = 32 * min(columns // COLUMNS, MAX_WARPS), -(-inputs // chunk)
-    arrays = {"x": x_BTI, "order": order_B2, "starts": weights.starts, "factors": weights.array_VN}
-    (hidden_PBTK,) = kernel("shrink", tuple(arrays), ("hidden",))(
-        inputs=list(arrays.values()),
-        template=[
-            ("T", x_BTI.dtype),
-            ("TILE", tile),
-            ("K", columns),
-            ("CHUNK", chunk),
-            ("SORTED", weights.is_sorted),
-            ("COLUMNS", COLUMNS),
-        ],
+    defines = (
+        ("T", x_BTI.dtype),
+        ("TILE", tile),
+        ("K", columns),
+        ("CHUNK", chunk),
+        ("SORTED", weights.is_sorted),
+        ("COLUMNS", COLUMNS),
+    )
+    (hidden_PBTK,) = kernel("shrink", defines)(
+        [x_BTI, order_B2, weights.starts, weights.array_VN],
+        [rows, tokens, inputs, *weights.array_VN.shape],
         grid=(-(-rows * tokens // tile) * threads, num_parts, 1),
         threadgroup=(threads, 1, 1),
         output_shapes=[(num_parts, rows, tokens, weights.array_VN.shape[0] * columns)],

@@ -10,8 +10,11 @@
 // A lane takes a vector of the input and the same of each column; the sums of all lanes are then added by halves: after
 // each exchange a lane has half as many sums, which stand for twice as many lanes.
 #include "pack.cuh"
+
+extern "C" __global__ void shrink(const T* x, const int* order, const int* starts, const T* factors, float* hidden,
+                                  int num_rows, int tokens, int width, int versions, int numbers_of_version) {
   using P = Pack<T>;
-  const int tokens = x_shape[1], rows = x_shape[0] * tokens, width = x_shape[2];
+  const int rows = num_rows * tokens;
   const int first = blockIdx.x * TILE, begin = blockIdx.y * CHUNK, end = min(begin + CHUNK, width);
   const int lane = threadIdx.x % 32;
   auto row_at = [&](int place) {
@@ -28,7 +31,7 @@
       if (own[t] > version) next = min(next, own[t]);
     return next;
   };
-  const int64_t numbers = factors_shape[1], start = starts[0];
+  const int64_t numbers = numbers_of_version, start = starts[0];
 #pragma unroll 1
   for (int column = threadIdx.x / 32 * COLUMNS; column < K; column += blockDim.x / 32 * COLUMNS) {
     float sum[TILE * COLUMNS] = {};
@@ -71,7 +74,8 @@
     for (int s = 0; s < TILE * COLUMNS / 32; s++) {
       const int place = first + (kept + s) / COLUMNS, version = order[min(place, rows - 1) / tokens * 2 + 1];
       if (place >= rows || version < 0) continue;
-      const int64_t at = (int64_t(blockIdx.y) * rows + row_at(place)) * factors_shape[0] + version;
+      const int64_t at = (int64_t(blockIdx.y) * rows + row_at(place)) * versions + version;
       hidden[at * K + column + (kept + s) % COLUMNS] = sum[s];
     }
   }
+}

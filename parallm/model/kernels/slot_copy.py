@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from parallm.model.kernels.cuda import VECTOR_BYTES, kernel, on_cuda
+from parallm.model.kernels.cuda import VECTOR_BYTES, has_kernels, kernel
 
 THREADS = 256  # of a block
 VECTORS_OF_THREAD = 8
@@ -25,7 +25,7 @@ MAX_ARRAYS = 64  # of one launch, and as many pools: its parameters have to fit 
 def can_copy(prompts_N: Sequence[mx.array], pools_N: Sequence[mx.array]) -> bool:
     """Whether `copy_to_slots` can copy these (P, H, T, D) to these (S, H, L, D) on this device."""
     pairs = list(zip(prompts_N, pools_N, strict=True))
-    return on_cuda() and all(
+    return has_kernels() and all(
         prompt.dtype == pool.dtype
         and (prompt.shape[1], prompt.shape[3]) == (pool.shape[1], pool.shape[3])
         and _is_aligned(pool)
@@ -61,7 +61,7 @@ def can_copy_out(pools_N: Sequence[mx.array]) -> bool:
     """Whether `copy_out` can copy from these (S, H, L, D) on this device."""
     first = pools_N[0]
     are_alike = all(pool.shape == first.shape and pool.dtype == first.dtype for pool in pools_N)
-    return on_cuda() and are_alike and _is_aligned(first)
+    return has_kernels() and are_alike and _is_aligned(first)
 
 
 def copy_out(pools_N: Sequence[mx.array], slot: int, start: int, end: int) -> mx.array:
@@ -74,12 +74,13 @@ def copy_out(pools_N: Sequence[mx.array], slot: int, start: int, end: int) -> mx
 
 def _copy_in(pairs: Sequence[tuple[mx.array, mx.array]], plan_3R: mx.array, max_length: int) -> mx.array:
     prompts, pools = zip(*pairs, strict=True)
-    names = [f"{kind}{index}" for kind in ("prompt", "pool") for index in range(len(pairs))]
+    names = [f"const T* {kind}{index}" for kind in ("prompt", "pool") for index in range(len(pairs))]
     cases = " ".join(f"case {i}: from = prompt{i}; to = pool{i}; break;" for i in range(1, len(pairs)))
-    return kernel("slot_copy_in", (*names, "plan"), ("done",), defines=(("CASES", cases),))(
-        inputs=[*prompts, *pools, plan_3R],
-        template=[("T", pools[0].dtype)],
-        grid=(plan_3R.shape[1] * pools[0].shape[1] * THREADS, _blocks(max_length, pools[0]), len(pairs)),
+    _, heads, positions, size = pools[0].shape
+    return kernel("slot_copy_in", (("T", pools[0].dtype), ("POINTERS", ", ".join(names)), ("CASES", cases)))(
+        [*prompts, *pools, plan_3R],
+        [heads, size, plan_3R.shape[1], prompts[0].shape[2], positions],
+        grid=(plan_3R.shape[1] * heads * THREADS, _blocks(max_length, pools[0]), len(pairs)),
         threadgroup=(THREADS, 1, 1),
         output_shapes=[(1,)],
         output_dtypes=[mx.int32],
@@ -87,12 +88,12 @@ def _copy_in(pairs: Sequence[tuple[mx.array, mx.array]], plan_3R: mx.array, max_
 
 
 def _copy_out(pools: Sequence[mx.array], range_3: mx.array, num_positions: int) -> mx.array:
-    _, heads, _, size = pools[0].shape
-    names = [f"pool{index}" for index in range(len(pools))]
+    _, heads, positions, size = pools[0].shape
+    names = [f"const T* pool{index}" for index in range(len(pools))]
     cases = " ".join(f"case {i}: from = pool{i}; break;" for i in range(1, len(pools)))
-    return kernel("slot_copy_out", (*names, "place"), ("copied",), defines=(("CASES", cases),))(
-        inputs=[*pools, range_3],
-        template=[("T", pools[0].dtype)],
+    return kernel("slot_copy_out", (("T", pools[0].dtype), ("POINTERS", ", ".join(names)), ("CASES", cases)))(
+        [*pools, range_3],
+        [heads, size, positions],
         grid=(heads * THREADS, _blocks(num_positions, pools[0]), len(pools)),
         threadgroup=(THREADS, 1, 1),
         output_shapes=[(len(pools), heads, num_positions, size)],

@@ -9,11 +9,23 @@
 // values of the input meet in one instruction does not matter as long as both sides agree, so a lane takes 16 bytes of
 // each at once. Blocks after the last output compute rows of A in the same way.
 #include "mma.cuh"
+
+extern "C" __global__ void small_batch_gemm(const T* x, const T* weight,
+#if HAS_BIAS
+                                            const T* bias,
+#endif
+#if HAS_LORA
+                                            const int* starts, const T* factors,
+#endif
+                                            Y* y,
+#if HAS_LORA
+                                            float* hidden, int versions, int numbers_of_version,
+#endif
+                                            int rows, int width, int outputs) {
   constexpr int TILE = 16 * WIDE, THREADS = 32 * WIDE * DEEP;
   constexpr int VECTORS = CHUNK / 8, AT_ONCE = THREADS / VECTORS;  // of a row; rows that a vector each is fetched of
   constexpr int PITCH = CHUNK * 2 + 32, PITCH_X = CHUNK * 2 + 64;  // what a quarter of a warp reads has all banks
   constexpr int STAGE = TILE * PITCH + TILES * 8 * PITCH_X;
-  const int rows = x_shape[0] * x_shape[1], width = x_shape[2], outputs = weight_shape[0];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = lane / 4, quad = lane % 4;
   const int across = warp % WIDE, along = warp / WIDE;
   const int chunks = (width + CHUNK - 1) / CHUNK;
@@ -21,10 +33,10 @@
 #if HAS_LORA
   const int blocks = (outputs + TILE - 1) / TILE;
   const bool is_lora = blockIdx.x >= blocks;
-  const int first = (blockIdx.x - (is_lora ? blocks : 0)) * TILE, columns = factors_shape[0] * K;
+  const int first = (blockIdx.x - (is_lora ? blocks : 0)) * TILE, columns = versions * K;
   const int height = is_lora ? columns : outputs;
   const T* matrix = is_lora ? factors + starts[0] : weight;
-  const int64_t jump = is_lora ? factors_shape[1] - int64_t(K) * width : 0;  // from one version to the next
+  const int64_t jump = is_lora ? numbers_of_version - int64_t(K) * width : 0;  // from one version to the next
   auto row_of = [&](int row) { return matrix + int64_t(row) * width + row / K * jump; };
 #else
   const int first = blockIdx.x * TILE, height = outputs;
@@ -121,3 +133,4 @@
 #endif
       *reinterpret_cast<Pair*>(y + at * outputs + output) = Pair{Y(of_even), Y(of_odd)};
     }
+}

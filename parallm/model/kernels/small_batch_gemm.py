@@ -15,7 +15,7 @@ from functools import cache
 import mlx.core as mx
 import mlx.nn as nn
 
-from parallm.model.kernels.cuda import architecture, kernel, on_cuda
+from parallm.model.kernels.cuda import architecture, has_kernels, kernel
 from parallm.model.kernels.segmented_lora import GroupWeights
 
 MIN_ROWS, MAX_ROWS = 2, 64  # MLX has a kernel of its own for one row, and is faster with many
@@ -65,7 +65,7 @@ class GemmPlan:
 def fits(x_BTI: mx.array, linear: nn.Module) -> bool:
     """Whether `small_batch_gemm` can compute `linear` of this input on this device. Other GPUs than
     Hopper have not been measured."""
-    if not on_cuda() or type(linear) is not nn.Linear or architecture() != "sm_90":
+    if not has_kernels() or type(linear) is not nn.Linear or architecture() != "sm_90":
         return False
     rows, (outputs, inputs) = x_BTI.shape[0] * x_BTI.shape[1], linear.weight.shape
     return (
@@ -90,33 +90,29 @@ def small_batch_gemm(
     ranks = sum(weights.layout.ranks) if weights else 0
     columns = weights.array_VN.shape[0] * ranks if weights else 0
     chosen = plan(rows * tokens, inputs, outputs, columns, is_whole=is_whole)
-    arrays = {"x": x_BTI, "weight": linear.weight}
-    if "bias" in linear:
-        arrays["bias"] = linear.bias
+    arrays = [x_BTI, linear.weight, *([linear.bias] if "bias" in linear else [])]
+    sizes = [rows * tokens, inputs, outputs]
     if weights:
-        arrays |= {"starts": weights.starts, "factors": weights.array_VN}
-    multiply = kernel(
-        "small_batch_gemm",
-        tuple(arrays),
-        ("y", "hidden") if weights else ("y",),
-        defines=(("HAS_BIAS", "bias" in linear), ("HAS_LORA", weights is not None)),
-        shared_memory=chosen.shared_bytes,
-    )
+        arrays += [weights.starts, weights.array_VN]
+        sizes = [*weights.array_VN.shape, *sizes]
     sums = x_BTI.dtype if chosen.splits == 1 else mx.float32
+    defines = (
+        ("T", x_BTI.dtype),
+        ("Y", sums),
+        ("HAS_BIAS", "bias" in linear),
+        ("HAS_LORA", weights is not None),
+        ("K", ranks),
+        ("TILES", chosen.tiles),
+        ("WIDE", chosen.wide),
+        ("DEEP", chosen.deep),
+        ("CHUNK", chosen.chunk),
+        ("STAGES", chosen.stages),
+    )
     blocks = -(-outputs // chosen.outputs) + -(-columns // chosen.outputs)
     shape = (chosen.splits, rows, tokens)
-    y_SBTO, *hidden = multiply(
-        inputs=list(arrays.values()),
-        template=[
-            ("T", x_BTI.dtype),
-            ("Y", sums),
-            ("K", ranks),
-            ("TILES", chosen.tiles),
-            ("WIDE", chosen.wide),
-            ("DEEP", chosen.deep),
-            ("CHUNK", chosen.chunk),
-            ("STAGES", chosen.stages),
-        ],
+    y_SBTO, *hidden = kernel("small_batch_gemm", defines, shared_memory=chosen.shared_bytes)(
+        arrays,
+        sizes,
         grid=(blocks * chosen.threads, chosen.splits, 1),
         threadgroup=(chosen.threads, 1, 1),
         output_shapes=[(*shape, outputs), (*shape, columns)] if weights else [(*shape, outputs)],

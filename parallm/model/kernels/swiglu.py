@@ -12,7 +12,6 @@ import mlx.core as mx
 from parallm.model.kernels.cuda import VECTOR_BYTES, kernel
 
 THREADS = 256  # of a block
-HALVES = (("HALVES", True),)
 
 
 def fused_swiglu(gate: mx.array, x: mx.array) -> mx.array:
@@ -29,42 +28,35 @@ def swiglu_of_halves(joined: mx.array) -> mx.array:
 
 @mx.custom_function  # type: ignore[untyped-decorator]
 def _of_two(gate: mx.array, x: mx.array) -> mx.array:
-    return _run("swiglu", {"gate": gate, "x": x}, {"product": gate.shape})[0]
+    return _run("swiglu", [gate, x], [gate.shape])[0]
 
 
 @_of_two.vjp  # type: ignore[untyped-decorator]
 def _of_two_vjp(primals: tuple[mx.array, mx.array], cotangent: mx.array, _: mx.array) -> list[mx.array]:
     gate, x = primals
-    shapes = {"gate_gradient": gate.shape, "x_gradient": gate.shape}
-    return _run("swiglu_gradient", {"gate": gate, "x": x, "cotangent": cotangent}, shapes)
+    return _run("swiglu_gradient", [gate, x, cotangent], [gate.shape] * 2)
 
 
 @mx.custom_function  # type: ignore[untyped-decorator]
 def _of_halves(joined: mx.array) -> mx.array:
-    return _run("swiglu", {"joined": joined}, {"product": (joined.shape[0], joined.shape[1] // 2)}, HALVES)[0]
+    return _run("swiglu", [joined], [(joined.shape[0], joined.shape[1] // 2)], halves=True)[0]
 
 
 @_of_halves.vjp  # type: ignore[untyped-decorator]
 def _of_halves_vjp(joined: mx.array, cotangent: mx.array, _: mx.array) -> mx.array:
-    inputs = {"joined": joined, "cotangent": cotangent}
-    return _run("swiglu_gradient", inputs, {"gradient": joined.shape}, HALVES)[0]
+    return _run("swiglu_gradient", [joined, cotangent], [joined.shape], halves=True)[0]
 
 
-def _run(
-    name: str,
-    inputs: dict[str, mx.array],
-    shapes: dict[str, tuple[int, ...]],
-    defines: tuple[tuple[str, int], ...] = (),
-) -> list[mx.array]:
+def _run(name: str, inputs: list[mx.array], shapes: list[tuple[int, ...]], *, halves: bool = False) -> list[mx.array]:
     """Outputs of these shapes. Each thread takes or writes `VECTOR_BYTES` of the smallest array."""
-    sizes = [array.size for array in inputs.values()] + [math.prod(shape) for shape in shapes.values()]
-    dtype = next(iter(inputs.values())).dtype
+    sizes = [array.size for array in inputs] + [math.prod(shape) for shape in shapes]
+    dtype = inputs[0].dtype
     threads = min(sizes) * dtype.size // VECTOR_BYTES
-    return kernel(name, tuple(inputs), tuple(shapes), defines=defines)(
-        inputs=list(inputs.values()),
-        template=[("T", dtype)],
+    return kernel(name, (("T", dtype), ("HALVES", halves)))(
+        inputs,
+        inputs[0].shape,
         grid=(-(-threads // THREADS) * THREADS, 1, 1),
         threadgroup=(THREADS, 1, 1),
-        output_shapes=list(shapes.values()),
+        output_shapes=shapes,
         output_dtypes=[dtype] * len(shapes),
     )

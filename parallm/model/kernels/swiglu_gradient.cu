@@ -1,16 +1,24 @@
 // The gradients of swiglu.cu, of the same T and HALVES.
 #include "pack.cuh"
+
+extern "C" __global__ void swiglu_gradient(
+#if HALVES
+    const T* joined, const T* cotangent, T* gradient, int rows, int joined_width
+#else
+    const T* gate, const T* x, const T* cotangent, T* gate_gradient, T* x_gradient, int size
+#endif
+) {
   using P = Pack<T>;
 #if HALVES
-  const int64_t width = joined_shape[1] / 2 / P::size;
+  const int64_t width = joined_width / 2 / P::size;
 #endif
   int64_t index = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
 #if HALVES
-  if (index >= joined_shape[0] * width) return;
+  if (index >= rows * width) return;
   const int64_t first = index / width * 2 * width + index % width;
   P g = reinterpret_cast<const P*>(joined)[first], u = reinterpret_cast<const P*>(joined)[first + width];
 #else
-  if (index * P::size >= gate_shape[0]) return;
+  if (index * P::size >= size) return;
   P g = reinterpret_cast<const P*>(gate)[index], u = reinterpret_cast<const P*>(x)[index];
 #endif
   P c = reinterpret_cast<const P*>(cotangent)[index], dg, du;
@@ -27,3 +35,4 @@
   reinterpret_cast<P*>(gate_gradient)[index] = dg;
   reinterpret_cast<P*>(x_gradient)[index] = du;
 #endif
+}

@@ -15,7 +15,6 @@ from parallm.model.logprobs import Softmax
 
 COUNT_BITS = 20  # for numbers of tokens: in one integer with probabilities, so that one sum gives both
 PROBABILITY_ONE = 2**42
-ENDS_INPUTS = ("scaled", "exponentials", "largest", "sums", "top_k", "top_p")
 THREADS = 1024  # of a block that looks for an end; each has two bins
 WEIGHT_THREADS = 256  # of a block that writes weights
 
@@ -24,9 +23,8 @@ def ends_by_kernel(softmax: Softmax, top_k_R: mx.array, top_p_R: mx.array) -> tu
     """The lowest logit that is kept, (R,), and the last id that is kept of it, (R,) int32."""
     rows, vocabulary = softmax.scaled_NV.shape
     inputs = [softmax.scaled_NV, softmax.exponentials_NV, softmax.scaled_NV.max(axis=-1), softmax.sums_N]
-    lowest_R, last_R = kernel("filter_ends", ENDS_INPUTS, ("lowest", "last"))(
-        inputs=[*inputs, top_k_R, top_p_R],
-        template=[("V", vocabulary)],
+    lowest_R, last_R = kernel("filter_ends", (("V", vocabulary),))(
+        [*inputs, top_k_R, top_p_R],
         grid=(rows * THREADS, 1, 1),
         threadgroup=(THREADS, 1, 1),
         output_shapes=[(rows,)] * 2,
@@ -38,10 +36,8 @@ def ends_by_kernel(softmax: Softmax, top_k_R: mx.array, top_p_R: mx.array) -> tu
 def weights_by_kernel(softmax: Softmax, lowest_R: mx.array, last_R: mx.array, min_p_R: mx.array) -> mx.array:
     """Weights to draw from, (R, V): zero after the ends that `ends_by_kernel` found, and below min-p."""
     rows, vocabulary = softmax.scaled_NV.shape
-    names = ("scaled", "exponentials", "lowest", "last", "least")
-    (weights_RV,) = kernel("filter_weights", names, ("weights",))(
-        inputs=[softmax.scaled_NV, softmax.exponentials_NV, lowest_R, last_R, min_p_R],
-        template=[("V", vocabulary)],
+    (weights_RV,) = kernel("filter_weights", (("V", vocabulary),))(
+        [softmax.scaled_NV, softmax.exponentials_NV, lowest_R, last_R, min_p_R],
         grid=(-(-vocabulary // WEIGHT_THREADS) * WEIGHT_THREADS, rows, 1),
         threadgroup=(WEIGHT_THREADS, 1, 1),
         output_shapes=[(rows, vocabulary)],

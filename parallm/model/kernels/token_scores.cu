@@ -1,5 +1,8 @@
 // Log-probability and entropy of one token of each row of logits (N, V) over `divisor`, and the row's logsumexp.
 // T type of the logits. A block reads a row once.
+
+extern "C" __global__ void token_scores(const T* logits, const float* divisor, const int* tokens, float* logprobs,
+                                        float* entropies, float* logsumexp) {
   // The largest so far, and sums of exp(value - largest) and of that times the value; -INFINITY adds nothing to them.
   __shared__ float largests[32], sums[32], products[32];
   int64_t row = blockIdx.x;
@@ -44,3 +47,4 @@
     logprobs[row] = float(values[tokens[row]]) * scale - all;
     entropies[row] = all - product / sum;
   }
+}

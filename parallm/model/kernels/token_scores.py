@@ -11,11 +11,9 @@ from typing import Protocol
 
 import mlx.core as mx
 
-from parallm.model.kernels.cuda import kernel, on_cuda
+from parallm.model.kernels.cuda import has_kernels, kernel
 from parallm.model.logprobs import MIN_FLOAT, Softmax, softmax_of
 
-INPUTS = ("logits", "divisor", "tokens")
-SCORES = ("logprobs", "entropies", "logsumexp")
 ROW_THREADS = 512  # of the block that reads a row
 GRADIENT_THREADS = 256
 MAX_BLOCKS = 65_535  # along the grid's second axis, by CUDA; a block takes several rows where there are more
@@ -35,7 +33,7 @@ class TokenScores(Protocol):
 def token_scores(logits_NV: mx.array, temperature_N: mx.array, tokens_N: mx.array) -> TokenScores:
     """Rows with temperature 0 (greedy) count as temperature 1."""
     divisor_N = mx.where(temperature_N > 0, temperature_N, 1.0).astype(mx.float32)
-    if on_cuda():
+    if has_kernels():
         return _FusedScores(logits_NV, divisor_N, tokens_N.astype(mx.int32))
     return _PlainScores(logits_NV, divisor_N, tokens_N)
 
@@ -69,10 +67,9 @@ class _FusedScores:
     def __init__(self, logits_NV: mx.array, divisor_N: mx.array, tokens_N: mx.array) -> None:
         self._inputs = [logits_NV, divisor_N, tokens_N]
         rows, vocabulary = logits_NV.shape
-        self._template = [("T", logits_NV.dtype), ("V", vocabulary)]
-        self.logprobs_N, self.entropies_N, self._logsumexp_N = kernel("token_scores", INPUTS, SCORES)(
-            inputs=self._inputs,
-            template=self._template,
+        self._defines = ("T", logits_NV.dtype), ("V", vocabulary)
+        self.logprobs_N, self.entropies_N, self._logsumexp_N = kernel("token_scores", self._defines)(
+            self._inputs,
             grid=(rows * ROW_THREADS, 1, 1),
             threadgroup=(ROW_THREADS, 1, 1),
             output_shapes=[(rows,)] * 3,
@@ -84,10 +81,9 @@ class _FusedScores:
         rows, vocabulary = logits_NV.shape
         if entropy_gradient_N is None:
             entropy_gradient_N = mx.zeros((rows,))
-        names = (*INPUTS, "logsumexp", "entropies", "gradient", "entropy_gradient")
-        return kernel("token_scores_gradient", names, ("found",))(
-            inputs=[*self._inputs, self._logsumexp_N, self.entropies_N, gradient_N, entropy_gradient_N],
-            template=self._template,
+        return kernel("token_scores_gradient", self._defines)(
+            [*self._inputs, self._logsumexp_N, self.entropies_N, gradient_N, entropy_gradient_N],
+            [rows],
             grid=(-(-vocabulary // GRADIENT_THREADS) * GRADIENT_THREADS, min(rows, MAX_BLOCKS), 1),
             threadgroup=(GRADIENT_THREADS, 1, 1),
             output_shapes=[logits_NV.shape],

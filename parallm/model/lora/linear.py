@@ -17,12 +17,13 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from parallm.model.kernels.cuda import VECTOR_BYTES
+from parallm.model.kernels.decode_attention import columns_of
 from parallm.model.kernels.segmented_lora import GroupOutput, GroupWeights, ShrinkOutput, shrink
 from parallm.model.kernels.small_batch_gemm import fits, small_batch_gemm
 from parallm.model.kernels.swiglu import swiglu_of_halves
 from parallm.model.lora.segmented import SegmentedLora
 from parallm.model.lora.training import TrainingLora
-from parallm.model.patches.forward import FusedAdd, SwigluHalf, set_origin
+from parallm.model.patches.forward import FusedAdd, SwigluHalf, set_origin, swiglu
 
 ARRAYS = ("weight", "scales", "biases", "bias")
 """Arrays of linear layers, quantized or not; the first axis of each is the output."""
@@ -113,6 +114,21 @@ class MergedLinear:
             self._x = None
         return output
 
+    def form(self, lora: SegmentedLora | None) -> tuple[object, ...]:
+        """What `list_kernels` depends on: layers of one form need the same kernels."""
+        weights = lora.of_group(self.targets) if lora else None
+        linear = self._joined
+        ranks = weights.layout.ranks if weights else ()
+        return type(linear), linear.weight.shape, "bias" in linear, tuple(self._widths), ranks, self._is_gated
+
+    def list_kernels(self, x: mx.array, lora: SegmentedLora | None) -> None:
+        """Build the outputs for `x`, and what reads them in the forwards before; see `listed_kernels`."""
+        outputs = self._all(x, lora)
+        if len(outputs) == 1:
+            outputs[0] + mx.zeros(outputs[0].shape, outputs[0].dtype)
+        elif self._is_gated:
+            swiglu(*outputs)
+
     def _all(self, x: mx.array, lora: LoraBinding | None) -> list[mx.array]:
         if isinstance(lora, TrainingLora):
             return self._trained(x, lora)
@@ -129,8 +145,8 @@ class MergedLinear:
             return self._halves(output.split(), output.gated)
         if len(self.targets) == 1:
             return [y]
-        # readers of one token a row take views as they are; of more tokens each would copy its own
-        parts = output.split() if x.shape[1] > 1 else mx.split(y, self._cuts, axis=-1)
+        # readers of one token a row find their columns; of more tokens each would copy its own
+        parts = output.split() if x.shape[1] > 1 else columns_of(y, self._widths)
         return self._halves(parts, partial(swiglu_of_halves, y))
 
     def _product(self, x: mx.array, weights: GroupWeights | None) -> tuple[mx.array | None, mx.array, mx.array | None]:
@@ -159,6 +175,12 @@ class MergedLinear:
             for index, part in enumerate(parts):
                 set_origin(part, SwigluHalf(gated=take, index=index))
         return parts
+
+
+def merged_linears(base: nn.Module) -> list[MergedLinear]:
+    """All of a model, in the order of its layers."""
+    merged = [module.merged for module in base.modules() if isinstance(module, LoraLinear) and module.merged]
+    return list({id(one): one for one in merged}.values())
 
 
 def merge_linears(base: nn.Module, called: Sequence[tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:

@@ -18,7 +18,7 @@ from mlx_lm.models import activations as mlx_lm_activations
 from mlx_lm.models import base as mlx_lm_base
 
 from parallm.model.attention import attention
-from parallm.model.kernels.cuda import VECTOR_BYTES, on_cuda
+from parallm.model.kernels.cuda import VECTOR_BYTES, has_kernels
 from parallm.model.kernels.swiglu import fused_swiglu
 from parallm.model.logprobs import is_slow, sigmoid
 
@@ -91,7 +91,7 @@ def swiglu(gate: mx.array, x: mx.array) -> mx.array:
         product: mx.array = _product(gate, sigmoid(gate), x)
         return product
     fits = gate.dtype == x.dtype and gate.shape == x.shape and gate.nbytes % VECTOR_BYTES == 0
-    if fits and on_cuda():
+    if fits and has_kernels():
         return fused_swiglu(gate, x)
     plain: mx.array = _mlx_lm_swiglu(gate, x)
     return plain

@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.rope_utils import Llama3RoPE
 
-from parallm.model.kernels.cuda import on_cuda
+from parallm.model.kernels.cuda import has_kernels
 from parallm.model.kernels.rotary import Rotation
 from parallm.model.patches.forward import origin_of, set_origin
 
@@ -42,7 +42,7 @@ class Rotary(nn.Module):
 
 def install_rotary(model: nn.Module) -> None:
     """Put `Rotary` around the rotary embeddings of `model` that the kernels know, with MLX's CUDA build."""
-    if not on_cuda():
+    if not has_kernels():
         return
     rotations: list[Rotation] = []
     for module in model.modules():

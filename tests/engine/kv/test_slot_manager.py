@@ -86,8 +86,9 @@ def stand_in_for_copies(
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("engine.kv.attention_metadata", "engine.kv.cache", "model.patches.rotary"):
-        monkeypatch.setattr(f"parallm.{module}.on_cuda", lambda: True)
+    for module in ("attention_metadata", "cache"):
+        monkeypatch.setattr(f"parallm.engine.kv.{module}.on_cuda", lambda: True)
+    monkeypatch.setattr("parallm.model.patches.rotary.has_kernels", lambda: True)
     monkeypatch.setattr(Rotation, "angles", stand_in_for_angles)
     monkeypatch.setattr("parallm.engine.kv.cache.fits", lambda *_: True)
     monkeypatch.setattr("parallm.engine.kv.cache.append_and_attend", stand_in_for_attention)

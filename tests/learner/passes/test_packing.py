@@ -6,7 +6,15 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from parallm.learner.passes.packing import Segment, can_pack, packed_hidden
+from parallm.learner.passes.packing import (
+    PackedLayer,
+    Segment,
+    attends_by_rectangles,
+    can_pack,
+    canonical_size,
+    packed_hidden,
+    takes_rows,
+)
 from parallm.model.adapters.initial import initial_arrays
 from parallm.model.kernels.rotary import Rotation
 from parallm.model.load import load_shared_model
@@ -101,10 +109,63 @@ def test_heads_are_rotated_from_what_they_were_where_a_kernel_does_it(
         return mx.concatenate([first * cosine - second * sine, first * sine + second * cosine], axis=-1)
 
     for module in ("parallm.model.patches.rotary", "parallm.learner.passes.packing"):
-        monkeypatch.setattr(f"{module}.on_cuda", lambda: True)
+        monkeypatch.setattr(f"{module}.has_kernels", lambda: True)
     monkeypatch.setattr(Rotation, "angles", angles)
     monkeypatch.setattr("parallm.learner.passes.packing.rotated", rotated)
     install_rotary(model.base)
     found = packed_hidden(model, flat(), SEGMENTS, None)
     assert len(calls) == 2 * model.num_layers
     assert mx.abs(found - expected).max().item() <= 1e-5
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3_text"])
+@pytest.mark.usefixtures("fused_rows")
+def test_layers_that_attend_in_one_launch_give_the_hidden_states_of_single_rows(
+    architecture: str, load_tiny: Callable[[str], SharedModel]
+) -> None:
+    model = load_tiny(architecture)
+    assert takes_rows(model)
+    assert can_pack(model)
+    found = packed_hidden(model, flat(), SEGMENTS, None)
+    assert mx.abs(found - one_by_one(model)).max().item() <= 1e-5
+    tokens = mx.array([(7 * place) % 50 + 1 for place in range(100)])
+    found = packed_hidden(model, tokens, [Segment(prompt=40, runs=((1, 25), (1, 35)))], None)
+    alone = model.hidden(mx.concatenate([tokens[:40], tokens[65:]])[None], model.make_cache(), None)[0]
+    assert mx.abs(found[65:] - alone[40:]).max().item() <= 1e-4
+
+
+def test_a_model_without_the_kernels_takes_no_rows(load_tiny: Callable[[str], SharedModel]) -> None:
+    assert not takes_rows(load_tiny("llama"))
+
+
+@pytest.mark.usefixtures("fused_rows")
+def test_rows_that_attends_by_rectangles_and_few_are_left_to_cudnn(load_tiny: Callable[[str], SharedModel]) -> None:
+    assert attends_by_rectangles([Segment(prompt=600)] * 20)  # of one length: a single call
+    assert attends_by_rectangles([Segment(prompt=70, runs=((4, 540), (2, 513)))])
+    assert not attends_by_rectangles([Segment(prompt=70, runs=((4, 500), (2, 500)))])
+    assert not attends_by_rectangles([Segment(prompt=70, runs=((4, 900), (2, 600)))])
+    assert not attends_by_rectangles([Segment(prompt=70, runs=((1, 600),))] * 5)
+    layer = PackedLayer([Segment(prompt=600)])
+    assert not layer.takes_rows
+    assert PackedLayer([Segment(prompt=500)]).takes_rows
+    assert takes_rows(load_tiny("llama"))
+
+
+def test_canonical_sizes_are_few_and_near() -> None:
+    sizes = range(1, 70_000)
+    assert len({canonical_size(size) for size in sizes}) <= 16 * 7 + 16
+    assert all(size <= canonical_size(size) <= max(64, size + 64, size * 17 / 16) for size in sizes)
+    assert [canonical_size(size) for size in (1, 5120, 5121, 65_536)] == [64, 5120, 5376, 65_536]
+
+
+@pytest.mark.usefixtures("fused_rows")
+def test_padding_is_seen_by_nobody(load_tiny: Callable[[str], SharedModel]) -> None:
+    model = load_tiny("llama")
+    inputs = mx.concatenate([flat(), mx.zeros(canonical_size(flat().size) - flat().size, mx.int32)])
+    layer = PackedLayer(SEGMENTS, inputs.size - flat().size)
+    embedded = model.trunk.embed_tokens(inputs[:, None])
+    planted = mx.where(mx.arange(inputs.size)[:, None, None] < flat().size, embedded, mx.nan)
+    attention = model.trunk.layers[0].self_attn
+    found, expected = attention(planted, None, layer), attention(embedded, None, layer)
+    assert mx.array_equal(found[: flat().size], expected[: flat().size]).item()
+    assert mx.all(mx.isfinite(found)).item()

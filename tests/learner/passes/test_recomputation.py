@@ -1,4 +1,8 @@
+from dataclasses import replace
+
+import mlx.core as mx
 import pytest
+from mlx_lm.models import llama
 
 from parallm.errors import ConfigError
 from parallm.learner.passes import recomputation
@@ -6,10 +10,48 @@ from parallm.learner.passes.recomputation import activation_bytes, checkpoints_l
 from parallm.learner.settings import LearnerSettings
 from parallm.model.shared_model import SharedModel
 
+H200_BYTES = 150 * 10**9
+SHAPES = {  # layers, hidden, intermediate, heads, key-value heads, vocabulary
+    "25.7M": ((8, 512, 1408, 8, 4, 16_000), 65_536),
+    "0.5B": ((24, 896, 4864, 14, 2, 151_936), 28 * 1024),
+    "8B": ((32, 4096, 14_336, 32, 8, 128_256), 5120),
+}
 
-def test_a_pass_on_a_cpu_has_1024_tokens_unless_a_number_is_given() -> None:
-    assert pass_tokens(LearnerSettings()) == 1024
-    assert pass_tokens(LearnerSettings(micro_batch_tokens=300)) == 300
+
+def shaped(nano: SharedModel, shape: tuple[int, ...]) -> SharedModel:
+    """A model whose weights are never computed."""
+    names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    config = {"model_type": "llama", "rms_norm_eps": 1e-5, "tie_word_embeddings": False}
+    base = llama.Model(llama.ModelArgs.from_dict(config | dict(zip((*names, "vocab_size"), shape, strict=True))))
+    base.set_dtype(mx.bfloat16)
+    return replace(nano, base=base, trunk_owner=base, trunk_name="model", dtype=mx.bfloat16)
+
+
+def test_a_pass_on_a_cpu_has_1024_tokens_unless_a_number_is_given(nano: SharedModel) -> None:
+    assert pass_tokens(LearnerSettings(), nano) == 1024
+    assert pass_tokens(LearnerSettings(micro_batch_tokens=300), nano) == 300
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_pass_on_a_gpu_fills_a_share_of_its_memory(
+    name: str, nano: SharedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recomputation, "on_cuda", lambda: True)
+    monkeypatch.setattr(recomputation, "device_memory", lambda: H200_BYTES)
+    shape, expected = SHAPES[name]
+    model = shaped(nano, shape)
+    assert pass_tokens(LearnerSettings(), model) == expected
+    monkeypatch.setattr(recomputation, "device_memory", lambda: H200_BYTES // 4)
+    assert 1024 <= pass_tokens(LearnerSettings(), model) <= expected
+    assert not checkpoints_layers(LearnerSettings(), model, pass_tokens(LearnerSettings(), model))
+
+
+def test_a_pass_of_a_model_that_fills_the_gpu_is_the_smallest(
+    nano: SharedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recomputation, "on_cuda", lambda: True)
+    monkeypatch.setattr(recomputation, "device_memory", lambda: nano.base_bytes)
+    assert pass_tokens(LearnerSettings(), nano) == 1024
 
 
 def test_what_a_pass_keeps_counts_the_inputs_and_outputs_of_all_linear_layers(nano: SharedModel) -> None:

@@ -1,64 +1,95 @@
-"""The loader of `.cu` files, without a GPU: what MLX's CUDA build would compile; and arrays that are made once."""
+"""Launches of kernels, without a GPU; and arrays that are made once."""
 
-import re
 from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
 import pytest
 
-from parallm.model.kernels.cuda import FOLDER, interned_array, kernel
+from parallm.model.kernels import cuda
+from parallm.model.kernels.compiler import CompileError, NoCompiler
+from parallm.model.kernels.cuda import Kernel, has_kernels, interned_array
 
-Sources = list[SimpleNamespace]
+Launches = list[SimpleNamespace]
 
 
 @pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> Sources:
-    """The sources that MLX got."""
-    sources: Sources = []
+def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    """What MLX was told to launch."""
+    told: Launches = []
 
-    def note(name: str, inputs: list[str], outputs: list[str], source: str, header: str, **options: Any) -> Any:
-        sources.append(SimpleNamespace(name=name, source=source, header=header, **options))
-        return list
+    def note(**arguments: Any) -> list[mx.array]:
+        told.append(SimpleNamespace(**arguments))
+        return []
 
-    monkeypatch.setattr(mx.fast, "cuda_kernel", note, raising=False)
-    return sources
-
-
-def load(name: str, **options: Any) -> Any:
-    return kernel.__wrapped__(name, ("x",), ("y",), **options)
+    monkeypatch.setattr(mx.fast, "precompiled_cuda_kernel", note)
+    return told
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("*.cu")))
-def test_headers_are_put_before_the_function(name: str, compiled: Sources) -> None:
-    load(name)
-    text = (FOLDER / f"{name}.cu").read_text()
-    headers = re.findall(r'#include "(.*)"', text)
-    assert compiled[0].name == name
-    assert compiled[0].header == "".join((FOLDER / header).read_text() for header in headers)
-    assert "#include" not in compiled[0].source
-    assert text.isascii()
+def launch(*scalars: float) -> None:
+    made = Kernel("swiglu", b"code", 1000, True)
+    made([], scalars, grid=(1, 1, 1), threadgroup=(1, 1, 1), output_shapes=[], output_dtypes=[])
 
 
-def test_every_header_is_used() -> None:
-    included = {header for path in FOLDER.glob("*.cu") for header in re.findall(r'#include "(.*)"', path.read_text())}
-    assert included == {path.name for path in FOLDER.glob("*.cuh")}
+def test_a_launch_has_its_code_and_its_shared_memory(launches: Launches) -> None:
+    launch()
+    assert (launches[0].name, launches[0].compiled_source) == ("swiglu", b"code")
+    assert (launches[0].shared_memory, launches[0].ensure_row_contiguous) == (1000, True)
 
 
-def test_macros_come_before_the_headers_and_tell_kernels_apart(compiled: Sources) -> None:
-    load("swiglu", defines=(("HALVES", True),))
-    load("swiglu", defines=(("HALVES", False),))
-    halves, other = compiled
-    assert halves.header.startswith("#define HALVES 1\n")
-    assert other.header.startswith("#define HALVES 0\n")
-    assert len({halves.name, other.name, "swiglu"}) == 3
+def test_scalars_keep_their_types_and_numbers_become_those_of_float32(launches: Launches) -> None:
+    """MLX refuses a number that float32 does not have."""
+    launch(2**31 - 1, True, 0.1, 0.5)
+    assert launches[0].scalars == [2**31 - 1, True, 0.10000000149011612, 0.5]
+    assert [type(scalar) for scalar in launches[0].scalars] == [int, bool, float, float]
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("*.cu")))
-def test_every_condition_of_a_kernel_is_a_macro_that_its_face_defines(name: str) -> None:
-    conditions = set(re.findall(r"^#if (\w+)$", (FOLDER / f"{name}.cu").read_text(), re.M))
-    faces = "".join(path.read_text() for path in FOLDER.glob("*.py"))
-    assert {condition for condition in conditions if f'("{condition}", ' not in faces} == set()
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process with MLX's CUDA build on a Hopper GPU, as far as `has_kernels` looks."""
+    monkeypatch.setattr(cuda, "on_cuda", lambda: True)
+    monkeypatch.setattr(cuda, "architecture", lambda: "sm_90")
+    monkeypatch.setattr(cuda, "_compiles", cuda._compiles.__wrapped__)
+
+
+def test_kernels_run_where_they_can_be_compiled(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    targets = []
+    monkeypatch.setattr(cuda, "cubin", lambda name, defines, architecture: targets.append(architecture))
+    assert has_kernels()
+    assert targets == ["sm_90a"]
+
+
+@pytest.mark.parametrize("error", [NoCompiler("no NVRTC"), CompileError("error: no such header")])
+def test_without_a_compiler_a_warning_says_why_kernels_do_not_run(
+    error: Exception, gpu: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> bytes:
+        raise error
+
+    monkeypatch.setattr(cuda, "cubin", fail)
+    assert not has_kernels()
+    assert str(error) in caplog.text
+
+
+def test_old_gpus_take_the_operations_of_mlx(
+    gpu: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cuda, "architecture", lambda: "sm_75")
+    monkeypatch.setattr(cuda, "cubin", lambda *_: pytest.fail("compiled"))
+    assert not has_kernels()
+    assert "sm_75" in caplog.text
+
+
+def test_other_devices_compile_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "on_cuda", lambda: False)
+    monkeypatch.setattr(cuda, "_compiles", lambda: pytest.fail("compiled"))
+    assert not has_kernels()
+
+
+@pytest.mark.parametrize(("gpu_is", "code_is_for"), [("sm_80", "sm_80"), ("sm_89", "sm_89"), ("sm_120", "sm_120a")])
+def test_code_is_made_for_all_of_a_gpu(gpu_is: str, code_is_for: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "architecture", lambda: gpu_is)
+    assert cuda.target() == code_is_for
 
 
 def test_the_same_numbers_are_the_same_array() -> None:

@@ -8,8 +8,10 @@ from mlx_lm.models.rope_utils import Llama3RoPE
 
 from parallm.model.kernels.cuda import on_cuda
 from parallm.model.kernels.decode_attention import (
+    Columns,
     RotaryAngles,
     append_and_attend,
+    columns_of,
     fits,
     lanes_of,
     num_parts,
@@ -127,7 +129,9 @@ def test_queries_keys_and_values_may_be_parts_of_one_product(rows: int) -> None:
     beside = mx.concatenate([array.reshape(rows, 1, -1) for array in arrays[:3]], axis=-1)
     parts = [part.reshape(rows, 1, -1, 64).transpose(0, 2, 1, 3) for part in mx.split(beside, [512, 640], axis=-1)]
     apart = [mx.repeat(part, 2, axis=-1)[..., ::2] for part in parts]
-    for queries, keys, values in (parts, apart):
+    columns = [part.reshape(rows, 1, -1, 64).transpose(0, 2, 1, 3) for part in columns_of(beside, [512, 128, 128])]
+    assert all(isinstance(part, Columns) for part in columns)
+    for queries, keys, values in (parts, apart, columns):
         found = append_and_attend(queries, keys, values, *arrays[3:], *where, scale=0.11)
         assert mx.array_equal(found, expected).item()
 

@@ -1,0 +1,74 @@
+"""The CUDA kernels that an engine launches for a model: found by building its forwards, which nothing evaluates."""
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from parallm.engine.decode_batch import row_bucket
+from parallm.engine.kv.attention_metadata import AttentionMetadata
+from parallm.engine.kv.cache import SlotCache
+from parallm.engine.kv.shapes import STEP, BufferShape
+from parallm.model.adapters.adapter import Adapter
+from parallm.model.kernels.compiler import Specialization
+from parallm.model.kernels.cuda import has_kernels, listed_kernels
+from parallm.model.kernels.slot_copy import can_copy, copy_out, copy_to_slots
+from parallm.model.kernels.token_filter import ends_by_kernel, weights_by_kernel
+from parallm.model.logprobs import softmax_of
+from parallm.model.lora.linear import merged_linears
+from parallm.model.lora.segmented import PackedLora, SegmentedLora, order_rows
+from parallm.model.lora.selector import LoraSelector
+from parallm.model.shared_model import PlainCache, SharedModel
+
+SHAPES = ((1, 4096), (1024, 256))
+"""Rows and positions of steps whose attention shares a row between blocks, and does not."""
+MAX_BUCKET = 96
+"""Rows from which on all numbers of rows are multiplied alike."""
+
+
+def engine_kernels(model: SharedModel, adapter: Adapter) -> list[Specialization]:
+    """The kernels of prompts and of steps of any number of rows, of the base and of one or two versions like `adapter`.
+
+    Device thread only.
+    """
+    if not has_kernels() or not model.is_batch_invariant:
+        return []
+    with listed_kernels() as kernels:
+        prompts = model.make_cache()
+        hidden_1TH = model.hidden(mx.zeros((1, STEP), mx.int32), prompts, None)
+        for rows, positions in SHAPES:
+            _step(model, prompts, BufferShape(rows, positions))
+        softmax, limits_1 = softmax_of(model.head(hidden_1TH[0, :1]), mx.ones(1)), mx.ones(1, mx.uint64)
+        weights_by_kernel(softmax, *ends_by_kernel(softmax, limits_1, limits_1), mx.ones(1))
+        buckets = sorted({row_bucket(rows) for rows in range(1, MAX_BUCKET + 1)})
+        for lora in (None, *_loras(model, adapter)):
+            for merged in {merged.form(lora): merged for merged in merged_linears(model.base)}.values():
+                inputs, _ = model.targets[merged.targets[0]]
+                for rows, tokens in (*((rows, 1) for rows in buckets), (1, STEP)):
+                    merged.list_kernels(mx.zeros((rows, tokens, inputs), model.dtype), lora)
+    return list(kernels)
+
+
+def _step(model: SharedModel, prompts: Sequence[PlainCache], shape: BufferShape) -> None:
+    """Build the graph of a step of as many rows as slots, which join with these prompts and leave."""
+    metadata, rows = AttentionMetadata(), mx.arange(shape.num_slots, dtype=mx.int32)
+    metadata.shape = shape
+    metadata.set_traced(rows, rows, num_positions=shape.num_positions)
+    caches = [SlotCache(metadata) for _ in prompts]
+    for cache, layer in zip(caches, prompts, strict=True):
+        cache.allocate(layer)
+    prompts_N = [array for layer in prompts for array in (layer.keys, layer.values)]
+    buffers_N = [array for cache in caches for array in cache.state]
+    if can_copy(prompts_N, buffers_N):
+        copy_to_slots(prompts_N, buffers_N, rows=[0], slots=[0], lengths=[STEP])
+        copy_out(buffers_N, 0, 0, STEP)
+    model.hidden(rows[:, None], caches, None)
+
+
+def _loras(model: SharedModel, adapter: Adapter) -> list[SegmentedLora]:
+    """One version, and two as while a policy's next version takes over."""
+    lora = LoraSelector(model).select([adapter])
+    if not isinstance(lora, SegmentedLora):
+        return []
+    pairs = tuple(mx.concatenate([array, array]) for array in lora.weights.arrays)
+    both = PackedLora(layout=lora.weights.layout, arrays=pairs)
+    return [lora, SegmentedLora(weights=both, order_B2=order_rows([0, 1], 2))]

@@ -1,0 +1,111 @@
+"""The lists of kernels hold what an engine and a learner launch; in a process that believes it has a Hopper GPU."""
+
+import sys
+from collections.abc import Callable
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.llama import Model, ModelArgs
+from mlx_lm.utils import load_tokenizer
+
+from parallm.engine.engine import Engine
+from parallm.engine.kernel_list import engine_kernels
+from parallm.learner.kernel_list import learner_kernels
+from parallm.model import load
+from parallm.model.adapters.adapter import Adapter
+from parallm.model.adapters.table import AdapterTable
+from parallm.model.chat.tokenizer import ChatTokenizer
+from parallm.model.kernels import cuda
+from parallm.model.kernels.compiler import Defines, Specialization
+from parallm.model.load import NANO, share_model
+from parallm.model.settings import ModelSettings
+from parallm.model.shared_model import SharedModel
+from parallm.types import GenerationRequest
+from tests.engine.conftest import step
+
+SHAPE = {
+    "model_type": "llama",
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "vocab_size": 385,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> dict[Specialization, None]:
+    """The kernels that are launched; their outputs are zeros."""
+    launches: dict[Specialization, None] = {}
+
+    def launch(name: str, defines: Defines, shared_memory: int, copies_views: bool) -> cuda.Kernel:
+        launches[name, defines] = None
+        return cuda.Kernel(name, None, shared_memory, copies_views)
+
+    believed = {"has_kernels": True, "on_cuda": True, "architecture": "sm_90"}
+    for module in [module for name, module in sys.modules.items() if name.startswith("parallm.")]:
+        for name, value in believed.items():
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, lambda value=value: value)
+    monkeypatch.setattr(cuda, "_kernel", launch)
+    monkeypatch.setattr(load, "choose_dtype", lambda *_, **__: mx.bfloat16)
+    return launches
+
+
+@pytest.fixture
+def model(launched: dict[Specialization, None]) -> SharedModel:
+    base = Model(ModelArgs.from_dict(SHAPE))
+    shared = share_model(base, SHAPE, ChatTokenizer(load_tokenizer(NANO)), ModelSettings())
+    launched.clear()
+    return shared
+
+
+@pytest.mark.parametrize("versions", [0, 1, 2])
+def test_an_engine_launches_what_is_listed(
+    versions: int,
+    model: SharedModel,
+    launched: dict[Specialization, None],
+    make_engine: Callable[..., Engine],
+    random_adapter: Callable[..., Adapter],
+    ask: Callable[..., GenerationRequest],
+) -> None:
+    listed = engine_kernels(model, random_adapter(model, 1, rank=8))
+    assert launched == {}
+    table = AdapterTable()
+    for version in range(1, versions + 1):
+        table.publish(random_adapter(model, version, rank=8))
+    engine = make_engine(model, table=table)
+    for rows in (1, 2, 7, 30, 60):
+        for row in range(rows):
+            name = f"policy@{1 + row % versions}" if versions else "base"
+            request = ask(f"{rows}-{row}", [1, 2, 3], 3, model=name, temperature=1.0, top_k=5)
+            engine.add(request, False)
+        while step(engine):
+            pass
+    assert {name for name, _ in launched} >= {"small_batch_gemm", "decode_attention", "slot_copy_in", "filter_ends"}
+    assert [kernel for kernel in launched if kernel not in listed] == []
+    assert len(launched) > 15, "a list of a few kernels would not do"
+
+
+def test_a_learner_needs_attention_and_scores_in_both_directions(
+    model: SharedModel, launched: dict[Specialization, None], random_adapter: Callable[..., Adapter]
+) -> None:
+    listed = learner_kernels(model, random_adapter(model, 1, rank=8))
+    assert launched == {}
+    names = [name for name, _ in listed]
+    assert {"flash_attention", "flash_attention_queries", "rotate", "token_scores", "swiglu"} <= set(names)
+    assert {"token_scores_gradient", "swiglu_gradient"} <= set(names)
+    assert names.count("flash_attention_keys") == 2
+
+
+def test_a_cpu_needs_no_kernels(
+    load_tiny: Callable[[str], SharedModel], random_adapter: Callable[..., Adapter]
+) -> None:
+    model = load_tiny("llama")
+    if not cuda.has_kernels():
+        assert engine_kernels(model, random_adapter(model, 1)) == learner_kernels(model, random_adapter(model, 1)) == []

@@ -1,0 +1,344 @@
+"""Every launch of every Python face agrees with the parameters of its kernel; where NVRTC is, the kernel compiles.
+
+No GPU is needed: a launcher of these tests stands in for MLX's, looks at what it gets, and returns zeros.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+
+from parallm.model.kernels import cuda, decode_attention, slot_copy, small_batch_gemm, token_scores
+from parallm.model.kernels.compiler import CompileError, Defines, compile_log, source_of
+from parallm.model.kernels.decode_attention import Columns, RotaryAngles, append_and_attend, columns_of
+from parallm.model.kernels.flash_attention import PackedSequences
+from parallm.model.kernels.rotary import Rotation, rotated
+from parallm.model.kernels.segmented_lora import GroupOutput, ShrinkOutput, shrink
+from parallm.model.kernels.swiglu import fused_swiglu, swiglu_of_halves
+from parallm.model.kernels.token_filter import ends_by_kernel, weights_by_kernel
+from parallm.model.logprobs import softmax_of
+from parallm.model.lora.segmented import order_rows
+from tests.model.kernels.test_compiler import NAMES, needs_nvrtc
+from tests.model.lora.test_segmented import random_versions
+
+TYPES = {
+    "const float*": mx.float32,
+    "const float4*": mx.float32,
+    "const int*": mx.int32,
+    "const int4*": mx.int32,
+    "const uint64_t*": mx.uint64,
+    "float*": mx.float32,
+    "int*": mx.int32,
+}
+SCALARS = {"int": int, "float": float, "bool": bool}
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    name: str
+    defines: Defines
+    inputs: list[mx.array]
+    scalars: list[Any]
+    outputs: list[mx.Dtype]
+    shared_memory: int
+
+
+def parameters(name: str, defines: Defines) -> list[tuple[str, str]]:
+    """Type and name of each parameter of a kernel that is compiled with these macros."""
+    macros = dict(defines)
+    head = re.search(
+        r'extern "C" __global__ void\s+(?:__launch_bounds__\(.+?\)\s+)?\w+\((.*?)\) {\n', source_of(name, defines), re.S
+    )
+    assert head is not None
+    lines, kept = [], [True]
+    for line in head[1].splitlines():
+        match line.split():
+            case ["#if", condition]:
+                kept.append(bool(macros[condition]))
+            case ["#else"]:
+                kept.append(not kept.pop())
+            case ["#endif"]:
+                kept.pop()
+            case _ if all(kept):
+                lines.append(re.sub(r"\bPOINTERS\b", str(macros.get("POINTERS")), line))
+    split = [parameter.rsplit(maxsplit=1) for parameter in "".join(lines).split(",")]
+    return [(" ".join(kind.split()), parameter) for kind, parameter in split]
+
+
+def mistakes(launch: Launch) -> list[str]:
+    """What a kernel would misunderstand."""
+    macros = dict(launch.defines)
+    given = [("const", array.dtype) for array in launch.inputs] + [("", dtype) for dtype in launch.outputs]
+    wanted = parameters(launch.name, launch.defines)
+    if len(wanted) != len(given) + len(launch.scalars):
+        return [
+            f"{launch.name} takes {len(wanted)} arguments, not {len(given)} arrays and {len(launch.scalars)} scalars"
+        ]
+    found = []
+    for (kind, parameter), (access, dtype) in zip(wanted, given, strict=False):
+        expected = macros.get(kind.removeprefix("const ").rstrip("*"), TYPES.get(kind))
+        is_unread = parameter == "angles" and not macros.get("DIMS")
+        if kind.startswith("const") != (access == "const") or (str(expected) != str(dtype) and not is_unread):
+            found.append(f"{launch.name}: {kind} {parameter} gets {access} {dtype}")
+    for (kind, parameter), scalar in zip(wanted[len(given) :], launch.scalars, strict=True):
+        if type(scalar) is not SCALARS.get(kind):
+            found.append(f"{launch.name}: {kind} {parameter} gets {scalar!r}")
+    return found
+
+
+Face = Callable[[mx.Dtype], Any]
+
+
+def attend(
+    dtype: mx.Dtype,
+    *,
+    rows: int = 3,
+    positions: int = 1024,
+    beside: bool = False,
+    rotation: Rotation | None = None,
+) -> None:
+    heads, pools = mx.zeros((rows, 1, 8 * 64), dtype), [mx.zeros((rows + 1, 2, positions, 64), dtype)] * 2
+    queries, keys, values = columns_of(heads, [256, 128, 128])
+    arrays = [part.reshape(rows, 1, -1, 64).transpose(0, 2, 1, 3) for part in (queries, keys, values)]
+    if not beside:
+        arrays = [mx.array(array) for array in arrays]
+    numbers = mx.arange(rows)
+    rotary = RotaryAngles(angles=rotation.angles(numbers), traditional=rotation.traditional) if rotation else None
+    q, k, v = arrays
+    lengths = numbers % positions
+    append_and_attend(q, k, v, pools[0], pools[1], numbers, lengths, scale=0.125, window=3, rotary=rotary)
+
+
+def rotate(dtype: mx.Dtype, rotation: Rotation) -> None:
+    heads, angles = mx.zeros((5, 4, 64), dtype), rotation.angles(mx.arange(5))
+    mx.vjp(lambda given: rotated(given, angles, rotation), [heads], [heads])
+
+
+def swiglu(dtype: mx.Dtype) -> None:
+    x = mx.zeros((4, 64), dtype)
+    mx.vjp(fused_swiglu, [x, x], [x])
+    mx.vjp(swiglu_of_halves, [x], [x[:, :32]])
+
+
+def score(dtype: mx.Dtype, entropy: mx.array | None) -> None:
+    scores = token_scores.token_scores(mx.zeros((3, 500), dtype), mx.ones(3), mx.array([1, 2, 3]))
+    scores.gradient(mx.ones(3), entropy)
+
+
+def draw(dtype: mx.Dtype) -> None:
+    softmax, limits_R = softmax_of(mx.zeros((3, 500), dtype), mx.ones(3)), mx.ones(3, mx.uint64)
+    weights_by_kernel(softmax, *ends_by_kernel(softmax, limits_R, limits_R), mx.ones(3))
+
+
+def attend_packed(dtype: mx.Dtype) -> None:
+    """A prompt of many tiles with two completions; one of its kernels sums parts, and all of them have a gradient."""
+    half = mx.bfloat16 if dtype == mx.float32 else dtype
+    sequences = np.array([[0, 2000, 0, 0], *[[2000 + 500 * row, 500, 0, 2000] for row in range(8)]])
+    q, kv = mx.zeros((6016, 4, 64), half), mx.zeros((6016, 2, 64), half)
+    layout = PackedSequences(sequences, 6016)
+    mx.vjp(lambda q, k, v: [layout.attend(q, k, v, scale=0.125)], [q, kv, kv], [q])
+
+
+def copy(dtype: mx.Dtype) -> None:
+    prompts, pools = [mx.zeros((2, 2, 16, 64), dtype)] * 3, [mx.zeros((4, 2, 32, 64), dtype)] * 3
+    slot_copy.copy_to_slots(prompts, pools, rows=[0, 1], slots=[2, 3], lengths=[16, 5])
+    slot_copy.copy_out(pools, 1, 3, 9)
+    slot_copy.copy_out(pools[:1], 1, 3, 9)
+
+
+def multiply(dtype: mx.Dtype, *, versions: int, widths: list[int], bias: bool, rows: int = 9) -> None:
+    """As a layer does: the product, LoRA with it or after it, and all ways to read the outputs."""
+    half = mx.bfloat16 if dtype == mx.float32 else dtype
+    linear = nn.Linear(512, sum(widths), bias=bias)
+    linear.set_dtype(half)
+    x, ranks = mx.zeros((rows, 1, 512), half), [16] * len(widths)
+    weights = random_versions(512, widths, ranks, versions, half).weights if versions else None
+    y_SBTO, hidden = small_batch_gemm.small_batch_gemm(x, linear, weights, is_whole=len(widths) > 1)
+    lora = None
+    if weights is not None:
+        hidden = shrink(x, weights, order_rows([0] * rows, versions)) if hidden is None else hidden
+        lora = ShrinkOutput(weights=weights, order_B2=order_rows([0] * rows, versions), hidden_PBTK=hidden)
+    output = GroupOutput(y_SBTO, half, widths, lora)
+    output.split()
+    if len(widths) == 2:
+        output.gated()
+    if len(widths) == 1:
+        output.added_to(mx.zeros((rows, 1, widths[0]), half))
+
+
+HALVES = Rotation(dims=64, traditional=False, scale=1.0, base=10_000.0, wavelengths=None)
+FIRST_HALF = Rotation(dims=32, traditional=False, scale=1.0, base=10_000.0, wavelengths=None)
+NEIGHBOURS = Rotation(dims=64, traditional=True, scale=0.5, base=None, wavelengths=mx.ones(32))
+FACES: dict[str, Face] = {
+    "attend": attend,
+    "attend, columns of a product": lambda dtype: attend(dtype, beside=True),
+    "attend, rows in parts": lambda dtype: attend(dtype, rows=1, positions=4096),
+    "attend, whole rows": lambda dtype: attend(dtype, rows=500, positions=64),
+    "attend, halves rotated": lambda dtype: attend(dtype, rotation=HALVES),
+    "attend, a first half rotated": lambda dtype: attend(dtype, rotation=FIRST_HALF),
+    "attend, neighbours rotated": lambda dtype: attend(dtype, rows=500, positions=64, rotation=NEIGHBOURS),
+    "rotate halves": lambda dtype: rotate(dtype, HALVES),
+    "rotate a first half": lambda dtype: rotate(dtype, FIRST_HALF),
+    "rotate neighbours": lambda dtype: rotate(dtype, NEIGHBOURS),
+    "swiglu": swiglu,
+    "score": lambda dtype: score(dtype, None),
+    "score with entropies": lambda dtype: score(dtype, mx.ones(3)),
+    "attend to packed rows": attend_packed,
+    "draw": draw,
+    "copy": copy,
+    "multiply": lambda dtype: multiply(dtype, versions=0, widths=[64, 32, 32], bias=False),
+    "multiply, biased": lambda dtype: multiply(dtype, versions=0, widths=[64, 64], bias=True),
+    "multiply, alone": lambda dtype: multiply(dtype, versions=0, widths=[4096], bias=False),
+    "multiply with one version": lambda dtype: multiply(dtype, versions=1, widths=[64, 32, 32], bias=True),
+    "multiply with versions": lambda dtype: multiply(dtype, versions=3, widths=[64, 64], bias=False),
+    "multiply with a version, alone": lambda dtype: multiply(dtype, versions=1, widths=[4096], bias=False, rows=33),
+    "multiply with many versions": lambda dtype: multiply(dtype, versions=17, widths=[64], bias=False),
+}
+DTYPES = (mx.bfloat16, mx.float16, mx.float32)
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
+    """What the faces launch in a process that believes it has a GPU."""
+    told: list[Launch] = []
+    defines_of: dict[bytes, Defines] = {}
+
+    def compile_nothing(name: str, defines: Defines, architecture: str) -> bytes:
+        code = repr((name, defines, architecture)).encode()
+        defines_of[code] = defines
+        return code
+
+    def launch(
+        *,
+        name: str,
+        compiled_source: bytes,
+        inputs: list[mx.array],
+        output_shapes: list[tuple[int, ...]],
+        output_dtypes: list[mx.Dtype],
+        scalars: list[Any],
+        shared_memory: int,
+        **_: Any,
+    ) -> list[mx.array]:
+        defines = defines_of[compiled_source]
+        told.append(Launch(name, defines, list(inputs), list(scalars), list(output_dtypes), shared_memory))
+        return [mx.zeros(shape, dtype) for shape, dtype in zip(output_shapes, output_dtypes, strict=True)]
+
+    for module in (decode_attention, slot_copy, small_batch_gemm, token_scores):
+        monkeypatch.setattr(module, "has_kernels", lambda: True)
+    monkeypatch.setattr(cuda, "target", lambda: "sm_90a")
+    monkeypatch.setattr(cuda, "cubin", compile_nothing)
+    monkeypatch.setattr(mx.fast, "precompiled_cuda_kernel", launch)
+    cuda._kernel.cache_clear()
+    yield told
+    cuda._kernel.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("face", FACES)
+def test_arguments_are_what_the_kernel_takes(face: str, dtype: mx.Dtype, launches: list[Launch]) -> None:
+    FACES[face](dtype)
+    assert launches
+    assert [mistake for launch in launches for mistake in mistakes(launch)] == []
+
+
+def test_these_are_all_kernels(launches: list[Launch]) -> None:
+    for face in FACES.values():
+        face(mx.bfloat16)
+    assert {launch.name for launch in launches} == set(NAMES)
+
+
+def test_one_code_always_asks_for_the_same_shared_memory(launches: list[Launch]) -> None:
+    """MLX allows a kernel its memory when it is launched for the first time."""
+    for rows in (2, 9, 30, 33, 64):
+        for versions in (0, 1, 17):
+            for widths in ([64], [896, 128, 128], [4096]):
+                multiply(mx.bfloat16, versions=versions, widths=widths, bias=False, rows=rows)
+    sizes: dict[tuple[str, Defines], set[int]] = {}
+    for launch in launches:
+        sizes.setdefault((launch.name, launch.defines), set()).add(launch.shared_memory)
+    assert {name for name, _ in sizes} == {"small_batch_gemm", "expand", "shrink"}
+    assert max(map(len, sizes.values())) == 1
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        {"inputs": [mx.zeros(1)] * 3},
+        {"inputs": [mx.zeros(1), mx.zeros(1, mx.int32)]},
+        {"outputs": [mx.float16]},
+        {"outputs": []},
+        {"scalars": [1.0]},
+        {"scalars": [1, 2]},
+        {"defines": (("T", mx.float16), ("HALVES", False))},
+        {"defines": (("T", mx.float32), ("HALVES", True))},
+    ],
+)
+def test_a_wrong_argument_is_found(spoil: dict[str, Any]) -> None:
+    right = Launch("swiglu", (("T", mx.float32), ("HALVES", False)), [mx.zeros(1)] * 2, [1], [mx.float32], 0)
+    assert mistakes(right) == []
+    assert mistakes(replace(right, **spoil))
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("face", FACES)
+def test_every_launch_compiles_for_hopper_without_spilled_registers(
+    face: str, dtype: mx.Dtype, launches: list[Launch]
+) -> None:
+    FACES[face](dtype)
+    for name, defines in {(launch.name, launch.defines) for launch in launches}:
+        log = compile_log(name, defines, "sm_90a")
+        assert re.search(r"Used \d+ registers", log)
+        assert "0 bytes spill stores" in log
+
+
+@needs_nvrtc
+def test_what_does_not_compile_is_told() -> None:
+    with pytest.raises(CompileError, match='identifier "V" is undefined'):
+        compile_log("filter_weights")
+
+
+def addressed(heads_BX1D: mx.array) -> mx.array:
+    """The heads as the kernel finds them, from where it starts and what it skips."""
+    place = decode_attention._place(heads_BX1D)
+    rows, heads, _, size = heads_BX1D.shape
+    flat = place.whole.reshape(-1)
+    starts_B = place.start + mx.arange(rows) * place.pitch
+    index = starts_B[:, None, None] + mx.arange(heads)[:, None] * size + mx.arange(size)
+    return flat[index][:, :, None]
+
+
+def test_columns_of_a_product_are_found_where_they_are() -> None:
+    whole = mx.arange(5 * 512).reshape(5, 1, 512)
+    for part, width in zip(columns_of(whole, [256, 192, 64]), (256, 192, 64), strict=True):
+        heads = part.reshape(5, 1, -1, 64).transpose(0, 2, 1, 3)
+        assert isinstance(heads, Columns)
+        assert heads.whole is whole
+        assert heads.shape == (5, width // 64, 1, 64)
+        assert mx.array_equal(addressed(heads), heads).item()
+
+
+def test_arrays_of_their_own_are_found_where_they_are() -> None:
+    heads = mx.arange(5 * 3 * 64).reshape(5, 3, 1, 64)
+    assert mx.array_equal(addressed(heads), heads).item()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda part: part.reshape(1, 5, -1, 64),
+        lambda part: part.reshape(5, 1, -1, 64).transpose(0, 1, 3, 2),
+        lambda part: part.reshape(5, 1, -1, 64) * 2,
+        lambda part: part[:, :, :64],
+        lambda part: part.reshape(5, 2, -1, 64).transpose(0, 2, 1, 3),
+        lambda part: part.T,
+    ],
+)
+def test_what_is_no_longer_columns_is_an_array_of_its_own(change: Callable[[mx.array], mx.array]) -> None:
+    part, _ = columns_of(mx.arange(5 * 512).reshape(5, 1, 512), [256, 256])
+    assert not isinstance(change(part), Columns)
