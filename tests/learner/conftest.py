@@ -80,5 +80,8 @@ def fused_rows(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for module in ("packing", "lm_head"):
         monkeypatch.setattr(f"parallm.learner.passes.{module}.has_kernels", lambda: True)
     monkeypatch.setattr("parallm.learner.passes.packing.fits", lambda *_: True)
+    monkeypatch.setattr(
+        "parallm.learner.passes.packing.before_rotation", lambda queries, keys, *_: (queries, keys, None)
+    )
     monkeypatch.setattr("parallm.model.kernels.flash_attention.kernel", kernel)
     return launches
