@@ -19,6 +19,7 @@ from typing import Any
 
 from parallm.distributed.identity import COORDINATOR, identity_of
 from parallm.distributed.settings import DistributedSettings
+from parallm.distributed.team import EXCHANGE_FAILED
 from parallm.errors import ConfigError
 
 CUDA_PACKAGES = ("mlx-cuda-12", "mlx-cuda-13")
@@ -36,7 +37,7 @@ def must_launch(settings: DistributedSettings) -> bool:
 
 
 def launch(settings: DistributedSettings, arguments: Sequence[str], folder: Path) -> int:
-    """Run this command as `settings.workers` processes until all have ended. Returns the first failure's exit code.
+    """Run this command as `settings.workers` processes. Returns the exit code of the one that failed first, else 0.
 
     `folder` is that of the run. Raises ConfigError if this machine has fewer GPUs.
     """
@@ -81,23 +82,22 @@ def _environments(settings: DistributedSettings, count: int, temporary: Path) ->
 
 
 def _watch(processes: Sequence[subprocess.Popen[bytes]], folder: Path) -> int:
-    """Wait for all; once one has failed the others have some time to save."""
-    failed: tuple[int, int] | None = None
+    """Wait for all; once one has failed the others have some time to save. Returns the exit code."""
     deadline = float("inf")
     while any(process.poll() is None for process in processes):
         time.sleep(POLL_SECONDS)
-        ended = [(rank, process.returncode) for rank, process in enumerate(processes) if process.returncode]
-        if ended and failed is None:
-            failed, deadline = ended[0], time.monotonic() + GRACE_SECONDS
+        if deadline == float("inf") and any(process.returncode for process in processes):
+            deadline = time.monotonic() + GRACE_SECONDS
         if time.monotonic() > deadline:
             for process in processes:
                 _send(process, signal.SIGTERM if time.monotonic() < deadline + KILL_SECONDS else signal.SIGKILL)
     codes = [process.returncode for process in processes]
-    failed = failed or next(((rank, code) for rank, code in enumerate(codes) if code), None)
-    if failed is None:
+    if not any(codes):
         return 0
     sys.stderr.write(f"parallm: {_told(codes)}; each one's reason is in {folder}/ranks/RANK/worker.json\n")
-    return SIGNALLED - failed[1] if failed[1] < 0 else failed[1]
+    # the cause, not the workers that have lost it
+    first = next((code for code in codes if code not in (0, EXCHANGE_FAILED)), EXCHANGE_FAILED)
+    return SIGNALLED - first if first < 0 else first
 
 
 def _told(codes: Sequence[int]) -> str:

@@ -110,7 +110,7 @@ def join_team(settings: DistributedSettings, folder: Path, facts: Mapping[str, A
         raise ConfigError(
             f"a launcher has started {identity.size} processes, and each would train alone; set distributed=mlx"
         )
-    if settings.engine == "off" or identity is None:
+    if settings.engine == "off" or identity is None or identity.size == 1:
         return Lone(folder)
     if settings.workers not in (None, identity.size):
         raise ConfigError(f"distributed.workers={settings.workers}: the launcher has started {identity.size}")
