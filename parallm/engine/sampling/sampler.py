@@ -37,7 +37,6 @@ class SampledTokens:
     top: Sequence[mx.array]
     """See `alternatives`."""
 
-    @property
     def logprobs(self) -> mx.array:
         """(B,)."""
         return self.output_2B[1].view(mx.float32)
