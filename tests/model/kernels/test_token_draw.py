@@ -8,10 +8,11 @@ import numpy.typing as npt
 import pytest
 
 from parallm.engine.sampling import sampler
+from parallm.engine.sampling.filters import filtered
 from parallm.engine.sampling.sampler import row_sampling, sample
 from parallm.model.kernels.cuda import has_kernels
 from parallm.model.kernels.token_draw import SPAN, VALUES_OF_LANE, draw_tokens, score_tokens
-from parallm.model.logprobs import token_logprobs
+from parallm.model.logprobs import softmax_of, token_logprobs
 from parallm.types import SamplingParams
 
 Floats = npt.NDArray[np.float32]
@@ -107,8 +108,8 @@ def test_draws_follow_the_distribution(fields: dict[str, float], vocabulary: int
     drawn = sample(logits_BV, row_sampling([params(**fields)] * rows, list(range(rows))), [0] * rows)
     temperature = fields.get("temperature", 1.0)
     sampling = row_sampling([params(**fields)], [0])
-    softmax = sampler.softmax_of(mx.array(logits)[None], sampling.temperatures_B)
-    weights = np.array(sampler.filtered(softmax, sampling.filters)[0], np.float64)
+    softmax = softmax_of(mx.array(logits)[None], sampling.temperatures_B)
+    weights = np.array(filtered(softmax, sampling.filters)[0], np.float64)
     expected = weights / weights.sum() if temperature > 0 else np.eye(vocabulary)[logits.argmax()]
     counts = np.bincount(np.array(drawn.tokens_B), minlength=vocabulary)
     assert ((counts > 0) <= (expected > 0)).all()
