@@ -57,7 +57,7 @@ def load_shared_model(settings: ModelSettings) -> SharedModel:
     folder = find_folder(settings.path)
     base, config = load_base(folder, settings.path, trusted=settings.trust_remote_code)
     tokenizer = _load_tokenizer(folder, config, trusted=settings.trust_remote_code)
-    if settings.dtype == "auto" and may_be_float16(base):
+    if settings.dtype == "auto" and may_be_float16(base, _model_type(config)):
         model = share_model(base, config, tokenizer, settings, computed=mx.float16)
         if is_in_range(model):
             return model

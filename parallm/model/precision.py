@@ -17,7 +17,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
 from parallm.model.kernels.cuda import on_cuda
 from parallm.model.quantized import stored_dtype
-from parallm.model.shared_model import SharedModel
+from parallm.model.shared_model import SharedModel, can_batch
 
 MARGIN = 16.0
 """What float16 holds over the largest hidden state of the trial: other tokens and adapters reach further."""
@@ -25,11 +25,12 @@ TRIAL_TOKENS = 64
 QUANTIZED = (QuantizedLinear, QuantizedEmbedding, QuantizedSwitchLinear)
 
 
-def may_be_float16(base: nn.Module) -> bool:
-    """Whether `base` is worth a trial: stored in bfloat16, not quantized, its layers in a list. Evaluates nothing."""
+def may_be_float16(base: nn.Module, model_type: str) -> bool:
+    """Whether `base` is worth a trial: stored in bfloat16, not quantized, its layers in a list and without states, which
+    would be rounded from token to token. Evaluates nothing."""
     layers = getattr(getattr(base, "model", None), "layers", None)
     is_plain = isinstance(layers, list) and not any(isinstance(module, QUANTIZED) for module in base.modules())
-    return on_cuda() and is_plain and stored_dtype(base) == mx.bfloat16
+    return on_cuda() and is_plain and stored_dtype(base) == mx.bfloat16 and can_batch(base, model_type)
 
 
 def is_in_range(model: SharedModel) -> bool:
@@ -61,7 +62,8 @@ class _Watched:
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         result = self.layer(*arguments, **options)
-        self.largest.append(mx.abs(result).max().astype(mx.float32))
+        hidden = result[0] if isinstance(result, tuple) else result
+        self.largest.append(mx.abs(hidden).max().astype(mx.float32))
         return result
 
     def __getattr__(self, name: str) -> Any:
