@@ -40,7 +40,7 @@ class SharedCheckpoints(CheckpointManager):
 
 
 class LeaderCheckpoints(SharedCheckpoints):
-    """Those of rank 0."""
+    """The checkpoints of rank 0: those of the run."""
 
     def load(
         self, resume: str, fingerprint: Fingerprint | None = None, facts: RunFacts | None = None
@@ -56,7 +56,7 @@ class LeaderCheckpoints(SharedCheckpoints):
 
 
 class FollowerCheckpoints(SharedCheckpoints):
-    """Those of the other ranks: in their own folder, and only what rank 0 can no longer save."""
+    """The checkpoints of the other ranks: in their own folder, and only what rank 0 can no longer save."""
 
     def __init__(
         self,

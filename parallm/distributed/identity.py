@@ -36,7 +36,7 @@ class Identity:
     size: int
     backend: Backend
     coordinator: Address
-    """Where rank 0 listens for the others."""
+    """The address at which rank 0 listens for the others."""
 
 
 def identity_of(environment: Mapping[str, str] = os.environ) -> Identity | None:

@@ -16,7 +16,7 @@ from parallm.types import TrajectoryGroup
 
 
 class SharedRecorder(RunRecorder):
-    """That of rank 0."""
+    """Records the run at rank 0."""
 
     def __init__(self, folder: Path, settings: MetricsSettings, config: Mapping[str, Any], exchange: Exchange) -> None:
         super().__init__(folder, settings, config)
@@ -27,7 +27,7 @@ class SharedRecorder(RunRecorder):
 
 
 class QuietRecorder(RunRecorder):
-    """That of the other ranks."""
+    """Records nothing, at the other ranks."""
 
     def start(self) -> None: ...
 

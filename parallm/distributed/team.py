@@ -58,7 +58,7 @@ class Team(AbstractContextManager["Team"]):
 
     @property
     def folder(self) -> Path:
-        """Where this process keeps its log and files."""
+        """The folder in which this process keeps its log and files."""
         return self.run_folder if self.identity.rank == 0 else self.own_folder
 
     def bound(self, run: Callable[..., int]) -> Callable[..., int]:
