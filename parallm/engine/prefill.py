@@ -25,6 +25,7 @@ from parallm.engine.sequence import PrefillJob, Sequence
 from parallm.engine.settings import EngineSettings
 from parallm.model.attention import MIN_ROWS
 from parallm.model.kernels.cuda import on_cuda
+from parallm.model.kernels.gather import take_in_groups
 from parallm.model.lora.selector import LoraSelector
 from parallm.model.shared_model import SharedModel
 
@@ -99,8 +100,8 @@ class Prefill:
         tokens_BT = [[*tokens, *tokens[-1:] * (longest - len(tokens))] for tokens in uncached]
         lora = self._loras.select([jobs[0].segment()[1]] * len(jobs))
         hidden_BTH = self._model.hidden(mx.array(tokens_BT, mx.int32), cache, lora)
-        last_B = mx.array([len(tokens) - 1 for tokens in uncached])
-        logits_BV = self._model.head(hidden_BTH[mx.arange(len(jobs)), last_B])
+        last_B1 = mx.array([[len(tokens) - 1] for tokens in uncached])
+        logits_BV = self._model.head(take_in_groups(hidden_BTH, last_B1)[:, 0])
         computed = [logits_BV, *_states(cache)]
         stacks = stacks_of([array for layer in cache for array in (layer.keys, layer.values)])
         for job in jobs:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from parallm.engine.sampling.filters import Filters, filtered, filters_of
 from parallm.model.kernels.cuda import interned_array
+from parallm.model.kernels.gather import take_in_groups
 from parallm.model.logprobs import Softmax, softmax_of
 from parallm.model.shared_model import SharedModel
 from parallm.seeds import mix_all
@@ -99,7 +100,7 @@ def sample(
         tokens_B = _most_likely(chosen)
     else:
         weights_BV = filtered(chosen, rows.filters) if rows.filters else chosen.exponentials_NV
-        tokens_B = _draw(weights_BV, rows.noise.uniforms(positions_B))
+        tokens_B = draw(weights_BV, rows.noise.uniforms(positions_B))
         if rows.greedy_B is not None:
             tokens_B = mx.where(rows.greedy_B, _most_likely(chosen), tokens_B)
     logprobs_B = softmax.logprobs(tokens_B[:, None])[:, 0]
@@ -110,7 +111,7 @@ def _most_likely(softmax: Softmax) -> mx.array:
     return mx.argmax(softmax.scaled_NV, axis=-1).astype(mx.int32)
 
 
-def _draw(weights_BV: mx.array, uniforms_B2: mx.array) -> mx.array:
+def draw(weights_BV: mx.array, uniforms_B2: mx.array) -> mx.array:
     """One index per row with probability proportional to `weights_BV`, (B,) int32: first a block of tokens, then a
     token of it, each by inverting the cumulative sum, as two short sums round less than one over the vocabulary."""
     rows, vocabulary = weights_BV.shape
@@ -118,7 +119,7 @@ def _draw(weights_BV: mx.array, uniforms_B2: mx.array) -> mx.array:
     padded_BV = mx.pad(weights_BV, [(0, 0), (0, missing)]) if missing else weights_BV
     blocks_BKW = padded_BV.reshape(rows, -1, DRAW_BLOCK)
     block_B = _inverted(blocks_BKW.sum(axis=-1), uniforms_B2[:, 0])
-    chosen_BW = mx.take_along_axis(blocks_BKW, block_B[:, None, None], axis=1)[:, 0]
+    chosen_BW = take_in_groups(blocks_BKW, block_B[:, None])[:, 0]
     return block_B * DRAW_BLOCK + _inverted(chosen_BW, uniforms_B2[:, 1])
 
 
