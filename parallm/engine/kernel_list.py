@@ -12,7 +12,7 @@ from parallm.engine.sampling.sampler import draw
 from parallm.model.adapters.adapter import Adapter
 from parallm.model.kernels.compiler import Specialization
 from parallm.model.kernels.cuda import has_kernels, listed_kernels
-from parallm.model.kernels.gather import take_in_groups
+from parallm.model.kernels.gather import take_in_groups, take_rows
 from parallm.model.kernels.slot_copy import can_copy, copy_out, copy_to_slots
 from parallm.model.kernels.token_filter import ends_by_kernel, weights_by_kernel
 from parallm.model.logprobs import softmax_of
@@ -42,7 +42,9 @@ def engine_kernels(model: SharedModel, adapter: Adapter) -> list[Specialization]
             _step(model, prompts, BufferShape(rows, positions))
         softmax, limits_1 = softmax_of(model.head(hidden_1TH[0, :1]), mx.ones(1)), mx.ones(1, mx.uint64)
         weights_1V = weights_by_kernel(softmax, *ends_by_kernel(softmax, limits_1, limits_1), mx.ones(1))
-        softmax.logprobs(draw(weights_1V, mx.ones((1, 2)))[:, None])
+        tokens_11 = draw(weights_1V, mx.ones((1, 2)))[:, None]
+        softmax.logprobs(tokens_11)
+        take_rows(tokens_11, mx.zeros(1, mx.int32))
         buckets = sorted({row_bucket(rows) for rows in range(1, MAX_BUCKET + 1)})
         for lora in (None, *_loras(model, adapter)):
             for merged in {merged.form(lora): merged for merged in merged_linears(model.base)}.values():

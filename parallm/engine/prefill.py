@@ -105,7 +105,7 @@ class Prefill:
         computed = [logits_BV, *_states(cache)]
         stacks = stacks_of([array for layer in cache for array in (layer.keys, layer.values)])
         for job in jobs:
-            job.num_computed, job.logits_V = len(job.tokens), logits_BV[job.cache_row]
+            job.num_computed, job.logits_V = len(job.tokens), logits_BV[job.cache_row, ...]
             computed += self._keep(job.sequences[0], len(job.tokens), partial(_copies, stacks, job.cache_row))
         return computed
 
@@ -126,12 +126,12 @@ class Prefill:
         computed: list[mx.array] = []
         if job.scorer is not None:
             next_tokens = job.tokens[job.num_computed + 1 : job.num_computed + len(chunk) + 1]
-            computed += job.scorer.add(self._model, hidden_1TH[0], next_tokens)
+            computed += job.scorer.add(self._model, hidden_1TH[0, ...], next_tokens)
         job.num_computed += len(chunk)
         computed += _states(job.cache)
         if job.num_computed == len(job.tokens):
             last = len(chunk) - 1
-            job.logits_V = self._model.head(hidden_1TH[0, last : last + 1])[0]
+            job.logits_V = self._model.head(hidden_1TH[0, last : last + 1])[0, ...]
             kept = self._keep(job.sequences[0], len(job.tokens), partial(_first_copies, job.cache))
             computed += [job.logits_V, *kept]
         return computed

@@ -238,9 +238,9 @@ def _with_joined(model: SharedModel) -> SharedModel:
 def _checked_split(model: SharedModel, model_type: str) -> SharedModel:
     """`model`, or the same without its split where trunk + head is not the whole forward to the bit."""
     tokens_1T = mx.array([[0, 1, 2, 3]])
-    whole_TV = model.base(tokens_1T, cache=model.make_cache())[0]
+    whole_TV = model.base(tokens_1T, cache=model.make_cache())[0, ...]
     try:
-        split_TV = model.head(model.hidden(tokens_1T, model.make_cache(), None)[0])
+        split_TV = model.head(model.hidden(tokens_1T, model.make_cache(), None)[0, ...])
         if model.trunk_owner is not None and mx.array_equal(whole_TV, split_TV):
             return model
     except (TypeError, ValueError, AttributeError, IndexError) as error:

@@ -83,7 +83,7 @@ def test_an_engine_launches_what_is_listed(
     for rows in (1, 2, 7, 30, 60):
         for row in range(rows):
             name = f"policy@{1 + row % versions}" if versions else "base"
-            request = ask(f"{rows}-{row}", [1, 2, 3], 3, model=name, temperature=1.0, top_k=5)
+            request = ask(f"{rows}-{row}", [1, 2, 3], 3 + row % 2, model=name, temperature=1.0, top_k=5)
             engine.add(request, False)
         while step(engine):
             pass
