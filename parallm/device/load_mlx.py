@@ -7,16 +7,18 @@ the call is disabled: a server needs files for connections, checkpoints and metr
 import importlib
 import resource
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
+from parallm.device.own_transformers import hidden_torch, is_worthwhile
 from parallm.errors import ConfigError
 
 ENOUGH_FILES = 10_240  # the maximum on macOS
 
 
-def load_mlx() -> None:
+def load_mlx(*, hides_torch: bool = False) -> None:
     """Import MLX and mlx_lm and raise the soft limit of open files. Call `load_blas` first.
 
+    With `hides_torch`, for a process without other threads, transformers does not import PyTorch.
     Raises ConfigError if MLX is installed without a backend.
     """
     try:
@@ -26,7 +28,7 @@ def load_mlx() -> None:
             f"MLX cannot start ({error}). On Linux an extra chooses its build: pip install 'parallm[cpu]', "
             "or 'parallm[cuda12]' or 'parallm[cuda13]' for an NVIDIA GPU"
         ) from error
-    with _limits_stay():
+    with _limits_stay(), hidden_torch() if hides_torch and is_worthwhile() else nullcontext():
         importlib.import_module("mlx_lm")
     _raise_limit()
 

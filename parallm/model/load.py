@@ -27,6 +27,7 @@ from huggingface_hub.errors import (
 from mlx.utils import tree_flatten
 from mlx_lm.utils import _download, load_model, load_tokenizer
 
+from parallm.device.own_transformers import own_transformers
 from parallm.errors import ModelError
 from parallm.model.chat.tokenizer import ChatTokenizer
 from parallm.model.kernels.cuda import has_kernels
@@ -206,7 +207,8 @@ def _checked_config(folder: Path, path: str) -> dict[str, Any]:
 def _load_tokenizer(folder: Path, config: dict[str, Any], *, trusted: bool) -> ChatTokenizer:
     code = {"trust_remote_code": trusted}  # transformers would ask on the terminal if nothing was said
     try:
-        return ChatTokenizer(load_tokenizer(folder, code, eos_token_ids=config.get("eos_token_id")))
+        with own_transformers():
+            return ChatTokenizer(load_tokenizer(folder, code, eos_token_ids=config.get("eos_token_id")))
     except (ValueError, OSError, KeyError, TypeError, StrictDataclassError) as error:
         if not trusted and "trust_remote_code" in str(error):
             raise ModelError(f"{folder}: the tokenizer {_way_out('auto_map in its configuration')}") from error

@@ -1,8 +1,8 @@
 """Rows of an array by their indices, as CUDA kernels that compile in milliseconds.
 
 MLX compiles its own when a process first needs them, for all numbers of axes at once: 3 to 11 s for each type and kind
-of index. They are embeddings, the last tokens of prompts, what the sampler draws, and the rows that a loss reads. `x[0]` is
-one of MLX's too, where `x[0, ...]` is a view.
+of index. They are embeddings, the last tokens of prompts, what the sampler draws, and the rows that a loss reads. MLX
+gathers for `x[0]`, too, where `x[0, ...]` is a view.
 
 Axes: N rows, M chosen rows, W width, G groups, K rows of a group.
 """
