@@ -69,12 +69,13 @@ def test_gradients_of_a_trimmed_pass_are_those_of_the_whole_one(module: object) 
 
 
 @pytest.mark.skipif(not has_kernels(), reason="needs MLX's CUDA build")
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
 @pytest.mark.parametrize("module", [llama, qwen3])
 def test_gradients_of_rows_that_attend_in_one_launch_are_those_of_cudnn(
-    module: object, monkeypatch: pytest.MonkeyPatch
+    module: object, dtype: mx.Dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mx.random.seed(0)
-    model = model_of(module, mx.bfloat16)
+    model = model_of(module, dtype)
     assert takes_rows(model)
     found = gradient(model, trims=True)
     monkeypatch.setattr(packing, "attends_by_rectangles", lambda _: True)
