@@ -26,8 +26,8 @@ QUANTIZED = (QuantizedLinear, QuantizedEmbedding, QuantizedSwitchLinear)
 
 
 def may_be_float16(base: nn.Module, model_type: str) -> bool:
-    """Whether `base` is worth a trial: stored in bfloat16, not quantized, its layers in a list and without states, which
-    would be rounded from token to token. Evaluates nothing."""
+    """Whether `base` is worth a trial: stored in bfloat16, not quantized, its layers in a list and without states, as
+    these would be rounded from token to token. Evaluates nothing."""
     layers = getattr(getattr(base, "model", None), "layers", None)
     is_plain = isinstance(layers, list) and not any(isinstance(module, QUANTIZED) for module in base.modules())
     return on_cuda() and is_plain and stored_dtype(base) == mx.bfloat16 and can_batch(base, model_type)

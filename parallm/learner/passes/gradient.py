@@ -38,7 +38,6 @@ from parallm.model.lora.single import LoraScaling, SingleLora, single_lora
 from parallm.model.shared_model import SharedModel
 
 LAST_LAYER_PARTS = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
-MIN_SHARE = 2.0**-40  # of a token in a loss: all shares are smaller where advantages are zero
 FIRST = 8  # the gradients of the last eighth of the layers are evaluated first
 
 
@@ -196,9 +195,10 @@ def gradient_scale(dtype: mx.Dtype, batches: Sequence[MicroBatch]) -> float:
     """
     if dtype != mx.float16:
         return 1.0
-    shares = [np.abs(batch.weights_N * batch.advantages_N).max(initial=0.0) for batch in batches]
-    largest = float(max(shares, default=0.0))
-    return 2.0 ** -math.ceil(math.log2(largest)) if MIN_SHARE < largest < math.inf else 1.0
+    # terms without an advantage, such as KL's, count as if it was 1
+    shares = [(batch.weights_N * np.maximum(np.abs(batch.advantages_N), 1)).max(initial=0) for batch in batches]
+    largest = float(max(shares, default=0))
+    return 2.0 ** -math.ceil(math.log2(largest)) if 0 < largest < math.inf else 1.0
 
 
 def _last_layer_gradients(gradients: Sequence[mx.array], targets: Sequence[str]) -> list[mx.array]:
