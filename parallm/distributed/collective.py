@@ -14,6 +14,7 @@ from concurrent.futures import Future
 
 import mlx.core as mx
 
+from parallm.device.load_mlx import first_use
 from parallm.distributed.channel import Channel, settle
 from parallm.distributed.exchange import Vectors, add_slots
 from parallm.distributed.identity import Backend
@@ -76,6 +77,8 @@ class Collective:
         self._channel.close(reason)
 
     def _run(self, backend: Backend, joined: Future[object]) -> None:
+        if (use := first_use()) is not None:
+            use.join()
         try:
             group = mx.distributed.init(strict=True, backend=backend)
             assert (group.rank(), group.size()) == (self.rank, self.size), "another group than that of the channel"

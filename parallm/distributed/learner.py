@@ -101,10 +101,9 @@ class SharedLearner(Learner):
             for index in own:
                 chosen, key = rounds[index]
                 slot = index % self._num_slots
-                result = self._gradient(weights.lora, chosen, key)
-                more_N = weights.join(result.gradients)
-                sums[slot] = sums[slot] + more_N if slot in sums else more_N
-                yield Round(batches=chosen, result=result, norm=mx.linalg.norm(more_N), gradient_N=sums[slot])
+                following = self._round(chosen, key, weights, sums.get(slot))
+                sums[slot] = following.gradient_N
+                yield following
 
         def add(last: Round) -> None:
             done.append((own[len(done)], last.result.statistics, float(last.norm.item())))

@@ -251,10 +251,18 @@ class Learner(AdapterLearner):
         """Rounds of one micro-batch per stream, built on demand and not evaluated."""
         gradient_N: mx.array | None = None
         for chosen, key in self._rounds_of(batches, step):
-            result = self._gradient(weights.lora, chosen, key)
-            more_N = weights.join(result.gradients, result.scale)
-            gradient_N = more_N if gradient_N is None else gradient_N + more_N
-            yield Round(batches=chosen, result=result, norm=mx.linalg.norm(more_N), gradient_N=gradient_N)
+            following = self._round(chosen, key, weights, gradient_N)
+            gradient_N = following.gradient_N
+            yield following
+
+    def _round(
+        self, batches: Sequence[MicroBatch], key: mx.array, weights: LoraWeights, before_N: mx.array | None
+    ) -> Round:
+        """A round whose gradients are added to the sum `before_N`. Not evaluated."""
+        result = self._gradient(weights.lora, batches, key)
+        more_N = weights.join(result.gradients, result.scale)
+        gradient_N = more_N if before_N is None else before_N + more_N
+        return Round(batches=batches, result=result, norm=mx.linalg.norm(more_N), gradient_N=gradient_N)
 
     def _add_round(
         self,

@@ -26,8 +26,8 @@ QUANTIZED = (QuantizedLinear, QuantizedEmbedding, QuantizedSwitchLinear)
 
 
 def may_be_float16(base: nn.Module, model_type: str) -> bool:
-    """Whether `base` is worth a trial: stored in bfloat16, not quantized, its layers in a list and without states, which
-    would be rounded from token to token. Evaluates nothing."""
+    """Whether `base` is worth a trial: stored in bfloat16, not quantized, its layers in a list and without states, as
+    these would be rounded from token to token. Evaluates nothing."""
     layers = getattr(getattr(base, "model", None), "layers", None)
     is_plain = isinstance(layers, list) and not any(isinstance(module, QUANTIZED) for module in base.modules())
     return on_cuda() and is_plain and stored_dtype(base) == mx.bfloat16 and can_batch(base, model_type)
@@ -45,8 +45,9 @@ def is_in_range(model: SharedModel) -> bool:
     trunk.layers = [_Watched(layer, largest) for layer in layers]
     try:
         step = max(1, model.vocabulary_size // TRIAL_TOKENS)
-        hidden_TH = model.hidden(mx.arange(0, model.vocabulary_size, step)[None], model.make_cache(), None)[0]
-        logits_TV = model.head(hidden_TH)
+        tokens_1T = mx.arange(0, model.vocabulary_size, step)[None]
+        hidden_1TH = model.hidden(tokens_1T, model.make_cache(), None)
+        logits_TV = model.head(mx.squeeze(hidden_1TH, 0))
     finally:
         trunk.layers = layers
     limit = float(mx.finfo(mx.float16).max) / MARGIN

@@ -167,7 +167,7 @@ def _load(device: BlasSettings) -> BlasReport:
     """Load the BLAS, then MLX."""
     blas = load_blas(device)
     logger.info(blas.message)
-    load_mlx()
+    load_mlx(hides_torch=True)
     return blas
 
 
