@@ -45,8 +45,9 @@ def is_in_range(model: SharedModel) -> bool:
     trunk.layers = [_Watched(layer, largest) for layer in layers]
     try:
         step = max(1, model.vocabulary_size // TRIAL_TOKENS)
-        hidden_TH = model.hidden(mx.arange(0, model.vocabulary_size, step)[None], model.make_cache(), None)[0]
-        logits_TV = model.head(hidden_TH)
+        tokens_1T = mx.arange(0, model.vocabulary_size, step)[None]
+        hidden_1TH = model.hidden(tokens_1T, model.make_cache(), None)
+        logits_TV = model.head(mx.squeeze(hidden_1TH, 0))
     finally:
         trunk.layers = layers
     limit = float(mx.finfo(mx.float16).max) / MARGIN
