@@ -1,6 +1,7 @@
 """Gradients of a packed pass that knows which tokens are trained, on a GPU, where rows are padded and rotated apart."""
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from mlx_lm.models import llama, qwen2, qwen3
 from mlx_lm.utils import load_tokenizer
@@ -46,11 +47,11 @@ def gradient(model: SharedModel, *, trims: bool) -> mx.array:
     factors_NH = mx.random.normal((len(SOURCES), 256), key=mx.random.key(2))
 
     def total(arrays: list[mx.array]) -> mx.array:
-        lora, sources_N = structure.lora(arrays), mx.array(SOURCES)
+        lora, sources_N = structure.lora(arrays), np.array(SOURCES, np.int32)
         if trims:
             hidden_NH = hidden_at(model, tokens, SEGMENTS, lora, sources_N)
         else:
-            hidden_NH = packed_hidden(model, tokens, SEGMENTS, lora)[sources_N]
+            hidden_NH = packed_hidden(model, tokens, SEGMENTS, lora)[mx.array(sources_N)]
         return (hidden_NH.astype(mx.float32) * factors_NH).sum()
 
     found = mx.grad(total)(adapter.arrays())
