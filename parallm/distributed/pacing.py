@@ -14,11 +14,12 @@ from typing import Any, TypeVar
 from parallm.distributed.exchange import Exchange
 from parallm.distributed.wire import pack, unpack
 from parallm.errors import CheckpointError, Unavailable, WorkersDiffer
+from parallm.metrics.log_capture import PROGRESS
 from parallm.trainer.pacing import POLL_SECONDS, Pacing
 
 Result = TypeVar("Result")
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(PROGRESS)  # in the log, and not on the screen
 
 
 class SharedPacing(Pacing):
