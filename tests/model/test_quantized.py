@@ -30,6 +30,7 @@ def kind(model: SharedModel) -> type[nn.Module]:
     return type(model.base.layers[0].mlp.up_proj.linear)
 
 
+@pytest.mark.cpu
 def test_a_cpu_unpacks_weights_where_memory_allows_it(
     tiny_quantized: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -59,6 +60,7 @@ def test_the_fingerprint_is_of_what_is_stored(tiny_quantized: Callable[..., Path
     assert load(four).sha256 != load(eight).sha256
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("architecture", ["llama", "starcoder2", "gemma"])
 def test_gradients_of_inputs_are_those_of_unpacked_weights(
     architecture: str, tiny_quantized: Callable[..., Path]
