@@ -202,8 +202,8 @@ def test_what_is_slower_or_larger_misses_its_bar(changed: dict[str, Any], missed
 
 def test_streams_that_wait_for_updates_miss_their_bars() -> None:
     slow = {"gaps": [0.009] * 9 + [0.5], "tokens": 7000, "updates_per_minute": 5.0, "errors": ["lost"]}
-    names = ("itl_ratio_10_updates", "throughput_ratio_10_updates", "updates_per_minute_10_updates", "errors")
-    names += ("itl_ratio_latency_target", "mean_itl_ratio_latency_target")
+    names = {"itl_ratio_10_updates", "throughput_ratio_10_updates", "updates_per_minute_10_updates", "errors"}
+    names |= {"itl_ratio_latency_target", "mean_itl_ratio_latency_target"}
     assert {f"serving.gpu.{name}" for name in names} <= judged(learning.learning_figures(learning_found(slow)))
 
 

@@ -8,6 +8,7 @@ The logits of all tokens never exist together.
 Axes: M computed tokens, N completion tokens, H hidden.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate, chain, groupby, zip_longest
@@ -16,6 +17,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+import numpy.typing as npt
 
 from parallm.device.streams import DeviceStreams
 from parallm.learner.loss.objective import Objective
@@ -28,6 +30,7 @@ from parallm.learner.passes.recomputation import can_checkpoint, checkpointed, r
 from parallm.model.adapters.adapter import Adapter
 from parallm.model.adapters.module_names import layer_of
 from parallm.model.kernels.cuda import on_cuda
+from parallm.model.kernels.gather import take_known_rows
 from parallm.model.lora.dora import lora_scaling
 from parallm.model.lora.linear import LoraBinding
 from parallm.model.lora.selector import training_lora
@@ -62,6 +65,9 @@ class PassResult:
     """The result of a pass, not evaluated: first the stages in order, then the rest."""
 
     gradients: list[mx.array]
+    """Times `scale`."""
+    scale: float
+    """A power of two; see `gradient_scale`."""
     statistics: list[TokenStatistics]
     stages: Stages
     first: list[mx.array]
@@ -94,14 +100,14 @@ class PolicyGradient:
 
         Not evaluated.
         """
-        structure = policy.structure()
+        structure, scale = policy.structure(), gradient_scale(self._model.dtype, batches)
 
         def surrogate(traced: list[mx.array]) -> tuple[mx.array, Any]:
             lora = training_lora(structure.lora(traced), self._dropout, key)
             with checkpointed(self._model, self._checkpoints):
                 hidden = self._streams.run(lambda batch: self._hidden(batch, lora), batches)
             pairs = list(zip(hidden, batches, strict=True))
-            losses = self._streams.run(lambda pair: self._loss(mx.stop_gradient(pair[0]), pair[1]), pairs)
+            losses = self._streams.run(lambda pair: self._loss(mx.stop_gradient(pair[0]), pair[1], scale), pairs)
             # d(sum hidden x gradient) / d(arrays) is the chain rule after the head
             products = self._streams.run(
                 lambda pair: (pair[0] * pair[1][0]).sum(), list(zip(hidden, losses, strict=True))
@@ -112,6 +118,7 @@ class PolicyGradient:
         names = [field.name for field in fields(TokenStatistics)]
         return PassResult(
             gradients=gradients,
+            scale=scale,
             statistics=[TokenStatistics(**dict(zip(names, values, strict=True))) for values, _ in raw_results],
             stages=_interleave([stages for _, stages in raw_results]),
             first=_last_layer_gradients(gradients, structure.target_of_each()),
@@ -130,15 +137,15 @@ class PolicyGradient:
         inputs_M = mx.array(batch.inputs_M)
         num_padding = self._head.padded_size(len(batch.sources_N)) - len(batch.sources_N)
         # apart from each other: the gradient of a row that many read is a sum in turns
-        sources_N = mx.array(np.append(batch.sources_N, np.arange(num_padding, dtype=np.int32) % inputs_M.size))
+        sources_N = np.append(batch.sources_N, np.arange(num_padding, dtype=np.int32) % inputs_M.size)
         if batch.segments and self._trims:
             return hidden_at(self._model, inputs_M, batch.segments, lora, sources_N)
         if batch.segments:
-            return packed_hidden(self._model, inputs_M, batch.segments, lora)[sources_N]
-        return self._model.hidden(inputs_M[None], None, lora)[0, sources_N]
+            return take_known_rows(packed_hidden(self._model, inputs_M, batch.segments, lora), sources_N)
+        return self._model.hidden(inputs_M[None], None, lora)[0, mx.array(sources_N)]
 
-    def _loss(self, hidden_NH: mx.array, batch: MicroBatch) -> tuple[mx.array, TokenStatistics, Stages]:
-        """Gradient of the loss with respect to `hidden_NH`, statistics, and the stages to evaluate first."""
+    def _loss(self, hidden_NH: mx.array, batch: MicroBatch, scale: float) -> tuple[mx.array, TokenStatistics, Stages]:
+        """Gradient of `scale` x the loss with respect to `hidden_NH`, statistics, and the stages to evaluate first."""
         has_bonus = self._objective.entropy_coefficient > 0
         scores = self._score(hidden_NH, batch, wants_slopes=not has_bonus)
         inputs = self._inputs(batch, scores)
@@ -155,6 +162,8 @@ class PolicyGradient:
             if inputs.reference_N is None
             else kl_k3(inputs.reference_N, scores.logprobs_N),
         )
+        if scale != 1:
+            gradient_N, entropy_gradient_N = gradient_N * scale, entropy_gradient_N * scale
         hidden_gradient_NH, stages = self._head.backward(scores, gradient_N, entropy_gradient_N if has_bonus else None)
         return hidden_gradient_NH, statistics, scores.stages + stages
 
@@ -177,6 +186,21 @@ class PolicyGradient:
         )
 
 
+def gradient_scale(dtype: mx.Dtype, batches: Sequence[MicroBatch]) -> float:
+    """Factor of the loss of `batches` while it is differentiated, a power of two (as loss scaling,
+    https://arxiv.org/abs/1710.03740).
+
+    A token's share of a step's loss, such as 1e-5, and all that follows from it would be among float16's smallest
+    numbers, which have few digits. With the factor the largest share is about 1. Other types have the range.
+    """
+    if dtype != mx.float16:
+        return 1.0
+    # terms without an advantage, such as KL's, count as if it was 1
+    shares = [(batch.weights_N * np.maximum(np.abs(batch.advantages_N), 1)).max(initial=0) for batch in batches]
+    largest = float(max(shares, default=0))
+    return 2.0 ** -math.ceil(math.log2(largest)) if 0 < largest < math.inf else 1.0
+
+
 def _last_layer_gradients(gradients: Sequence[mx.array], targets: Sequence[str]) -> list[mx.array]:
     last_first = sorted(zip(gradients, targets, strict=True), key=lambda pair: -(layer_of(pair[1]) or 0))
     return [gradient for gradient, _ in last_first[: len(last_first) // FIRST]]
@@ -188,7 +212,11 @@ def _interleave(stages_of_streams: Sequence[Stages]) -> Stages:
 
 
 def hidden_at(
-    model: SharedModel, inputs_M: mx.array, segments: Sequence[Segment], lora: LoraBinding | None, sources_N: mx.array
+    model: SharedModel,
+    inputs_M: mx.array,
+    segments: Sequence[Segment],
+    lora: LoraBinding | None,
+    sources_N: npt.NDArray[np.int32],
 ) -> mx.array:
     """`packed_hidden` at `sources_N`, (N, H), for a model that `can_trim`.
 
@@ -196,7 +224,7 @@ def hidden_at(
     as completions that saves 1% of an 8B model's update, more for smaller models or longer prompts.
     """
     num_padding = num_padding_rows(sources_N.size)
-    rows_N = mx.concatenate([sources_N, mx.zeros((num_padding,), sources_N.dtype)])
+    rows_N = np.append(sources_N, np.zeros(num_padding, np.int32))
     layers = model.trunk.layers
     # the last layer is not checkpointed: its backward is the first
     with replaced_layers(model, [*layers[:-1], _LastLayer(layers[-1], rows_N)]):
@@ -209,9 +237,10 @@ def can_trim(model: SharedModel) -> bool:
         return False
     if not all(hasattr(model.trunk.layers[-1], name) for name in LAST_LAYER_PARTS):
         return False
-    inputs, sources, segments = mx.array([3, 1, 4, 1, 5, 9, 2, 6]), mx.array([2, 3, 5, 7]), [Segment(prompt=8)]
+    inputs, segments = mx.array([3, 1, 4, 1, 5, 9, 2, 6]), [Segment(prompt=8)]
+    sources = np.array([2, 3, 5, 7], np.int32)
     try:
-        expected = packed_hidden(model, inputs, segments, None)[sources]
+        expected = take_known_rows(packed_hidden(model, inputs, segments, None), sources)
         trimmed = hidden_at(model, inputs, segments, None, sources)
         difference = mx.linalg.norm((trimmed - expected).astype(mx.float32)) / mx.linalg.norm(expected)
         return float(difference.item()) < (1e-3 if model.dtype == mx.float32 else 3e-2)
@@ -224,12 +253,12 @@ class _LastLayer:
     """Replaces the last layer while a pass is built."""
 
     layer: nn.Module
-    rows_N: mx.array
+    rows_N: npt.NDArray[np.int32]
 
     def __call__(self, x_M1H: mx.array, *arguments: Any, **options: Any) -> mx.array:
         attention, norm = self.layer.self_attn, self.layer.input_layernorm
         attended_M1H = x_M1H + attention(norm(x_M1H), *arguments, **options)
-        chosen_N1H = attended_M1H[self.rows_N]
+        chosen_N1H = take_known_rows(attended_M1H[:, 0], self.rows_N)[:, None]
         result: mx.array = chosen_N1H + self.layer.mlp(self.layer.post_attention_layernorm(chosen_N1H))
         return result
 
@@ -253,11 +282,12 @@ class LoraWeights:
         if not on_cuda():  # with CUDA the first pass computes them; on CPUs streams would wait for each other at each
             mx.eval(self.lora.arrays())
 
-    def join(self, gradients: Sequence[mx.array]) -> mx.array:
-        """Gradients of `lora.arrays()` as one vector (N,), float32."""
+    def join(self, gradients: Sequence[mx.array], scale: float = 1.0) -> mx.array:
+        """Gradients of `lora.arrays()`, which are times `scale`, as one vector (N,), float32, without it."""
         by_type = [list(group) for _, group in groupby(gradients, key=lambda array: array.dtype)]  # one cast per type
         flat = [mx.concatenate([array.reshape(-1) for array in group]).astype(mx.float32) for group in by_type]
-        return flat[0] if len(flat) == 1 else mx.concatenate(flat)
+        joined_N = flat[0] if len(flat) == 1 else mx.concatenate(flat)
+        return joined_N if scale == 1 else joined_N / scale
 
     def backward(self, gradient_N: mx.array, layout: ParameterLayout) -> mx.array:
         """The gradient of the adapter's arrays in `layout`, given that of the effective weights."""

@@ -8,6 +8,7 @@ LoRA: https://arxiv.org/abs/2106.09685. Axes: B rows, T tokens, I input, O outpu
 """
 
 import copy
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -23,7 +24,7 @@ from parallm.model.kernels.small_batch_gemm import fits, small_batch_gemm
 from parallm.model.kernels.swiglu import swiglu_of_halves
 from parallm.model.lora.segmented import SegmentedLora
 from parallm.model.lora.training import TrainingLora
-from parallm.model.patches.forward import FusedAdd, SwigluHalf, set_origin, swiglu
+from parallm.model.patches.forward import FusedAdd, ResidualSum, SwigluHalf, origin_of, set_origin, swiglu
 from parallm.model.quantized import UnpackingLinear
 
 ARRAYS = ("weight", "scales", "biases", "bias")
@@ -128,7 +129,9 @@ class MergedLinear:
         """Build the outputs for `x`, and what reads them in the forwards before; see `listed_kernels`."""
         outputs = self._all(x, lora)
         if len(outputs) == 1:
-            outputs[0] + mx.zeros(outputs[0].shape, outputs[0].dtype)
+            total = outputs[0] + mx.zeros(outputs[0].shape, outputs[0].dtype)
+            if isinstance(origin := origin_of(total), ResidualSum):
+                origin.normed(mx.ones(total.shape[-1], total.dtype), 1.0)
         elif self._is_gated:
             swiglu(*outputs)
 
@@ -144,10 +147,10 @@ class MergedLinear:
         output = GroupOutput(y_SBTO, x.dtype, self._widths, shrunk)
         if y is None or shrunk is not None:
             if len(self.targets) == 1:
-                return [FusedAdd(output.split()[0], output.added_to)]
+                return [FusedAdd(output.split()[0], output.added_to, y_SBTO if shrunk is None else None)]
             return self._halves(output.split(), output.gated)
         if len(self.targets) == 1:
-            return [y]
+            return [FusedAdd(y, partial(operator.add, y), y_SBTO)] if x.shape[1] == 1 else [y]
         # readers of one token a row find their columns; of more tokens each would copy its own
         parts = output.split() if x.shape[1] > 1 else columns_of(y, self._widths)
         return self._halves(parts, partial(swiglu_of_halves, y))

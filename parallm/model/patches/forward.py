@@ -1,4 +1,5 @@
-"""Replacements in a forward of mlx-lm's models: attention, SwiGLU, residual adds, the trunk while the head runs.
+"""Replacements in a forward of mlx-lm's models: embeddings, attention, SwiGLU, residual adds, the trunk while the head
+runs.
 
 mlx-lm's models call one operation after the other. Where a later operation is ours and has a kernel for both, it asks
 for the origin of its input (`origin_of`) and starts from that. MLX is lazy: the input itself is never computed. For the
@@ -18,7 +19,9 @@ from mlx_lm.models import activations as mlx_lm_activations
 from mlx_lm.models import base as mlx_lm_base
 
 from parallm.model.attention import attention
+from parallm.model.kernels.add_norm import add_norm, fits
 from parallm.model.kernels.cuda import VECTOR_BYTES, has_kernels
+from parallm.model.kernels.gather import take_rows
 from parallm.model.kernels.swiglu import fused_swiglu
 from parallm.model.logprobs import is_slow, sigmoid
 
@@ -53,6 +56,40 @@ def install_forward(model: nn.Module) -> None:
         for name, (original, replacement) in replaced.items():
             if getattr(module, name, None) is original:
                 setattr(module, name, replacement)
+    if has_kernels():
+        for layer in model.modules():
+            if type(layer) is nn.RMSNorm:
+                layer.__class__ = FusedNorm
+            elif type(layer) in EMBEDDINGS:
+                layer.__class__ = EMBEDDINGS[type(layer)]
+
+
+class RowEmbedding(nn.Embedding):
+    """An embedding that takes its rows with our kernel."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return take_rows(self.weight, x)
+
+
+class QuantizedRowEmbedding(nn.QuantizedEmbedding):
+    """A quantized embedding that does so."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        rows = {name: take_rows(self[name], x) for name in ("weight", "scales", "biases") if self.get(name) is not None}
+        return mx.dequantize(
+            rows["weight"],
+            scales=rows["scales"],
+            biases=rows.get("biases"),
+            group_size=self.group_size,
+            bits=self.bits,
+            mode=self.mode,
+        )
+
+
+EMBEDDINGS: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Embedding: RowEmbedding,
+    nn.QuantizedEmbedding: QuantizedRowEmbedding,
+}
 
 
 def _dispatch(
@@ -113,20 +150,55 @@ def origin_of(array: mx.array) -> object | None:
     return entry[1] if entry is not None and entry[0]() is array else None
 
 
+@dataclass(slots=True, kw_only=True)
+class ResidualSum:
+    """Origin of the residual stream after a sublayer: the parts of the sublayer's output and the stream before it."""
+
+    parts_SBTH: mx.array
+    before_BTH: mx.array
+    value_BTH: mx.array | None = None
+    """The stream from the kernel of its norm, once that was asked for: whoever adds to the stream reads this one."""
+
+    def normed(self, weight_H: mx.array, eps: float) -> mx.array:
+        """RMSNorm of the stream, (B, T, H)."""
+        self.value_BTH, normed_BTH = add_norm(self.parts_SBTH, self.before_BTH, weight_H, eps)
+        return normed_BTH
+
+
+class FusedNorm(nn.RMSNorm):
+    """An RMSNorm that a residual add may be part of."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        match origin_of(x):
+            case ResidualSum() as origin if self.weight.dtype == x.dtype:
+                return origin.normed(self.weight, self.eps)
+        normed: mx.array = super().__call__(x)
+        return normed
+
+
 class FusedAdd(mx.array):
     """`value`, until another array of its shape and type is added to it: then `added_to` of that array.
 
     mlx-lm's layers end with `x + self.mlp(...)`, and one kernel does both: Python asks the operand of the derived class
-    first.
+    first. With `parts` (S, B, T, H), whose sum is `value`, the norm after that add can be part of the kernel, too.
     """
 
-    def __init__(self, value: mx.array, added_to: Callable[[mx.array], mx.array]) -> None:
+    def __init__(
+        self, value: mx.array, added_to: Callable[[mx.array], mx.array], parts: mx.array | None = None
+    ) -> None:
         super().__init__(value)
         self._added_to = added_to
+        self._parts = parts
 
     def __radd__(self, other: Any) -> mx.array:
         if isinstance(other, mx.array) and other.shape == self.shape and other.dtype == self.dtype:
-            return self._added_to(other)
+            match origin_of(other):
+                case ResidualSum(value_BTH=mx.array() as value):
+                    other = value
+            total = self._added_to(other)
+            if self._parts is not None and fits(self._parts, other):
+                set_origin(total, ResidualSum(parts_SBTH=self._parts, before_BTH=other))
+            return total
         return super().__radd__(other)
 
     def __add__(self, other: Any) -> mx.array:

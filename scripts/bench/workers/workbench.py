@@ -113,7 +113,7 @@ async def open_workbench(
 
     def load() -> SharedModel:
         if shape is not None:
-            return random_model(SHAPES[shape])
+            return random_model(SHAPES[shape], dtype)
         if isinstance(model, SharedModel):
             return model
         return load_shared_model(

@@ -13,14 +13,16 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from parallm.model.kernels import cuda, decode_attention, slot_copy, small_batch_gemm, token_scores
+from parallm.model.kernels import add_norm, cuda, decode_attention, gather, slot_copy, small_batch_gemm, token_scores
 from parallm.model.kernels.compiler import CompileError, Defines, compile_log, source_of
 from parallm.model.kernels.decode_attention import Columns, RotaryAngles, append_and_attend, columns_of
 from parallm.model.kernels.flash_attention import PackedSequences, attend_pages, page_tiles
+from parallm.model.kernels.gather import take_in_groups, take_known_rows, take_rows
 from parallm.model.kernels.page_write import PAGE, write_pages
 from parallm.model.kernels.rotary import Rotation, rotated
 from parallm.model.kernels.segmented_lora import GroupOutput, ShrinkOutput, shrink
 from parallm.model.kernels.swiglu import fused_swiglu, swiglu_of_halves
+from parallm.model.kernels.token_draw import draw_tokens, score_tokens
 from parallm.model.kernels.token_filter import ends_by_kernel, weights_by_kernel
 from parallm.model.logprobs import softmax_of
 from parallm.model.lora.segmented import order_rows
@@ -131,7 +133,14 @@ def score(dtype: mx.Dtype, entropy: mx.array | None) -> None:
     scores.gradient(mx.ones(3), entropy)
 
 
-def draw(dtype: mx.Dtype) -> None:
+def draw(dtype: mx.Dtype, *, vocabulary: int) -> None:
+    logits, temperatures = mx.zeros((3, vocabulary), dtype), mx.ones(3)
+    draw_tokens(logits, temperatures, None)
+    draw_tokens(logits, temperatures, mx.zeros((3, 2)))
+    score_tokens(logits, temperatures, mx.zeros(3, mx.int32))
+
+
+def filter_tokens(dtype: mx.Dtype) -> None:
     softmax, limits_R = softmax_of(mx.zeros((3, 500), dtype), mx.ones(3)), mx.ones(3, mx.uint64)
     weights_by_kernel(softmax, *ends_by_kernel(softmax, limits_R, limits_R), mx.ones(3))
 
@@ -145,6 +154,13 @@ def attend_packed(dtype: mx.Dtype) -> None:
     mx.vjp(lambda q, k, v: [layout.attend(q, k, v, scale=0.125)], [q, kv, kv], [q])
 
 
+def take(dtype: mx.Dtype) -> None:
+    x, odd = mx.zeros((4, 64), dtype), mx.zeros((4, 3), dtype)
+    take_rows(x, mx.zeros((2, 3), mx.uint32))
+    take_in_groups(odd[:, :, None], mx.zeros((4, 2), mx.int64))
+    mx.vjp(lambda given: take_known_rows(given, np.array([1, 1, 3], np.int32)), [x], [x[:3]])
+
+
 def prefill(dtype: mx.Dtype, rotation: Rotation | None = None) -> None:
     """Tokens of two prompts are written into pages, and attend to them."""
     half = mx.bfloat16 if dtype == mx.float32 else dtype
@@ -156,6 +172,13 @@ def prefill(dtype: mx.Dtype, rotation: Rotation | None = None) -> None:
     turned = write_pages(heads_M, pool, pool, mx.arange(100), rotary)
     tiles = mx.array(page_tiles([(60, 0), (30, 64)], 100, 2, 64).astype(np.int32))
     attend_pages(turned, pool, pool, mx.array([[1, 0], [2, 3]], mx.int32), tiles, scale=0.125)
+
+
+def normalize(dtype: mx.Dtype, *, size: int, splits: int) -> None:
+    half = mx.bfloat16 if dtype == mx.float32 else dtype
+    parts, stream = mx.zeros((splits, 5, 1, size), half if splits == 1 else mx.float32), mx.zeros((5, 1, size), half)
+    assert add_norm.fits(parts, stream)
+    add_norm.add_norm(parts, stream, mx.ones(size, half), 1e-5)
 
 
 def copy(dtype: mx.Dtype) -> None:
@@ -203,12 +226,18 @@ FACES: dict[str, Face] = {
     "score": lambda dtype: score(dtype, None),
     "score with entropies": lambda dtype: score(dtype, mx.ones(3)),
     "attend to packed rows": attend_packed,
+    "draw": lambda dtype: draw(dtype, vocabulary=500),
+    "draw from a vocabulary of whole vectors": lambda dtype: draw(dtype, vocabulary=128_256),
+    "filter": filter_tokens,
     "prefill": prefill,
     "prefill, halves rotated": lambda dtype: prefill(dtype, HALVES),
     "prefill, a first half rotated": lambda dtype: prefill(dtype, FIRST_HALF),
     "prefill, neighbours rotated": lambda dtype: prefill(dtype, NEIGHBOURS),
-    "draw": draw,
+    "add and normalize": lambda dtype: normalize(dtype, size=4096, splits=1),
+    "add parts and normalize": lambda dtype: normalize(dtype, size=896, splits=4),
+    "add and normalize, many chunks": lambda dtype: normalize(dtype, size=8192, splits=2),
     "copy": copy,
+    "take": take,
     "multiply": lambda dtype: multiply(dtype, versions=0, widths=[64, 32, 32], bias=False),
     "multiply, biased": lambda dtype: multiply(dtype, versions=0, widths=[64, 64], bias=True),
     "multiply, alone": lambda dtype: multiply(dtype, versions=0, widths=[4096], bias=False),
@@ -246,7 +275,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
         told.append(Launch(name, defines, list(inputs), list(scalars), list(output_dtypes), shared_memory))
         return [mx.zeros(shape, dtype) for shape, dtype in zip(output_shapes, output_dtypes, strict=True)]
 
-    for module in (decode_attention, slot_copy, small_batch_gemm, token_scores):
+    for module in (add_norm, decode_attention, gather, slot_copy, small_batch_gemm, token_scores):
         monkeypatch.setattr(module, "has_kernels", lambda: True)
     monkeypatch.setattr(cuda, "target", lambda: "sm_90a")
     monkeypatch.setattr(cuda, "cubin", compile_nothing)
