@@ -25,11 +25,14 @@ from parallm.model.kernels.swiglu import swiglu_of_halves
 from parallm.model.lora.segmented import SegmentedLora
 from parallm.model.lora.training import TrainingLora
 from parallm.model.patches.forward import FusedAdd, ResidualSum, SwigluHalf, origin_of, set_origin, swiglu
+from parallm.model.quantized import UnpackingLinear
 
 MIN_LONG = 256
 """Tokens of one row from which on LoRA is computed by MLX's products."""
 ARRAYS = ("weight", "scales", "biases", "bias")
 """Arrays of linear layers, quantized or not; the first axis of each is the output."""
+JOINED = (nn.Linear, nn.QuantizedLinear, UnpackingLinear)
+"""Types of layers that can be rows of one."""
 
 
 class LoraBinding(Protocol):
@@ -222,7 +225,7 @@ def _are_alike(layers: Sequence[LoraLinear]) -> bool:
         )
         for layer in layers
     ]
-    return all(form == forms[0] for form in forms) and type(layers[0].linear) in (nn.Linear, nn.QuantizedLinear)
+    return all(form == forms[0] for form in forms) and type(layers[0].linear) in JOINED
 
 
 def _is_aligned(layers: Sequence[LoraLinear]) -> bool:
