@@ -26,6 +26,7 @@ SMALL = LearningLoad(
     served_groups=1,
     seconds=2.0,
     publishes=3,
+    kv_cache_bytes=64 << 20,
 )
 SMALL_SHAPES = {"8b": "tiny", "0.5b": "tiny", "8b-4bit": "tiny-4bit", "8b-8bit": "tiny-8bit"}
 LIMIT = 560.0
