@@ -34,7 +34,7 @@ def update(
         start = make_start(model)
         learner = Learner(model, streams, settings, start=start, total_steps=10, seed=0)
         report = list(learner.update(groups, step=0, max_tokens=40))[-1]
-        assert report is not None
+        assert isinstance(report, UpdateReport)
         return report, {name: array - start.arrays[name] for name, array in learner.adapter.arrays.items()}
 
     return run
