@@ -1,11 +1,12 @@
 """Measurements make of what they measured what their figures say. With made-up results, and with tiny sizes."""
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 from bench.compare import change, change_by_halves, tune
-from bench.measure import engine, learner, serving, vllm
+from bench.measure import engine, learner, serving, start, vllm
 from bench.measurement import Figures, Request
 from bench.processes import run_program
 from bench.workers import grpo_steps
@@ -164,3 +165,8 @@ def test_a_publish_costs_what_the_next_first_token_takes_longer(
 def test_the_command_lists_all_figures() -> None:
     listed = run_program([sys.executable, "-m", "bench", "--list"])
     assert "engine.gpu.8b.lora8.vs_base" in listed
+
+
+def test_a_run_that_ends_before_its_first_step_has_no_seconds(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"no first step in \d+ s:\n.*learner.banana"):
+        start.seconds_to_first_step(["learner.banana=1"], tmp_path)
