@@ -82,6 +82,7 @@ def group(asked: GenerationRequest, completions: list[Completion]) -> Trajectory
     return TrajectoryGroup(problem=problem, trajectories=tuple(trajectories))
 
 
+@pytest.mark.cpu
 @pytest.mark.skipif(not BLAS.strict, reason="only a strict BLAS computes a row alike in any company")
 @pytest.mark.parametrize("architecture", EQUAL)
 def test_log_probs_of_engine_and_learner_are_equal_bit_for_bit(

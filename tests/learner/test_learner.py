@@ -128,6 +128,7 @@ def test_an_update_can_be_interrupted_between_its_micro_batches(
     assert kinds[-1] == (UpdateReport, False)
 
 
+@pytest.mark.cpu
 def test_a_policy_that_gives_the_sampled_log_probs_is_exactly_on_policy(
     make_learner: MakeLearner, groups: list[TrajectoryGroup], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -57,6 +57,7 @@ def load(folder: Path, how: str = "auto") -> SharedModel:
     return load_shared_model(ModelSettings(path=str(folder), quantized=how, lora=LoraSettings(rank=4)))  # type: ignore[arg-type]
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("how", ["packed", "unpacked"])
 def test_gradients_are_to_the_bit_those_on_the_base_written_out(
     how: str, quantized: Path, written_out: Path, update: Update

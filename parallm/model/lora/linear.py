@@ -25,9 +25,14 @@ from parallm.model.kernels.swiglu import swiglu_of_halves
 from parallm.model.lora.segmented import SegmentedLora
 from parallm.model.lora.training import TrainingLora
 from parallm.model.patches.forward import FusedAdd, ResidualSum, SwigluHalf, origin_of, set_origin, swiglu
+from parallm.model.quantized import UnpackingLinear
 
+MIN_LONG = 256
+"""Tokens of one row from which on LoRA is computed by MLX's products."""
 ARRAYS = ("weight", "scales", "biases", "bias")
 """Arrays of linear layers, quantized or not; the first axis of each is the output."""
+JOINED = (nn.Linear, nn.QuantizedLinear, UnpackingLinear)
+"""Types of layers that can be rows of one."""
 
 
 class LoraBinding(Protocol):
@@ -137,6 +142,9 @@ class MergedLinear:
             return self._trained(x, lora)
         weights = lora.of_group(self.targets) if isinstance(lora, SegmentedLora) else None
         y, y_SBTO, hidden = self._product(x, weights)
+        if weights is not None and y is not None and _is_long(x) and weights.array_VN.shape[0] == 1:
+            parts = [y] if len(self.targets) == 1 else GroupOutput(y_SBTO, x.dtype, self._widths, None).split()
+            return weights.add_products(parts, x)
         shrunk = None
         if weights is not None and isinstance(lora, SegmentedLora):
             hidden = shrink(x, weights, lora.order_B2) if hidden is None else hidden
@@ -180,6 +188,11 @@ class MergedLinear:
         return parts
 
 
+def _is_long(x: mx.array) -> bool:
+    """Whether `x` (B, T, I) is one row with the tokens of prompts, which have one adapter."""
+    return x.shape[0] == 1 and x.shape[1] >= MIN_LONG
+
+
 def merged_linears(base: nn.Module) -> list[MergedLinear]:
     """All of a model, in the order of its layers."""
     merged = [module.merged for module in base.modules() if isinstance(module, LoraLinear) and module.merged]
@@ -212,7 +225,7 @@ def _are_alike(layers: Sequence[LoraLinear]) -> bool:
         )
         for layer in layers
     ]
-    return all(form == forms[0] for form in forms) and type(layers[0].linear) in (nn.Linear, nn.QuantizedLinear)
+    return all(form == forms[0] for form in forms) and type(layers[0].linear) in JOINED
 
 
 def _is_aligned(layers: Sequence[LoraLinear]) -> bool:
