@@ -68,6 +68,11 @@ def test_loads_beside_vllm_are_compared_by_the_tokens_of_both() -> None:
         vllm.load_figures(["b1"], ours, {"b1": THEIRS | {"tokens": 700}})
 
 
+def test_publishing_is_compared_by_the_first_token_of_the_new_version() -> None:
+    ours, theirs = ({"publish": [0.1], "to_first_token": [first, 9.0, 1.0], "without": [1.0]} for first in (2.0, 8.0))
+    assert vllm.publish_figures(ours, theirs) == {"publish.gpu.8b.vs_vllm": 4.0}
+
+
 def test_completions_of_a_step_end_at_the_same_limits_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallm.engine.engine, "make_sequences", make_sequences)
     grpo_steps.limit_completions(group_size=2, rows=6, bounds=(4, 64))
