@@ -27,6 +27,8 @@ from parallm.model.lora.training import TrainingLora
 from parallm.model.patches.forward import FusedAdd, ResidualSum, SwigluHalf, origin_of, set_origin, swiglu
 from parallm.model.quantized import UnpackingLinear
 
+MIN_LONG = 256
+"""Tokens of one row from which on LoRA is computed by MLX's products."""
 ARRAYS = ("weight", "scales", "biases", "bias")
 """Arrays of linear layers, quantized or not; the first axis of each is the output."""
 JOINED = (nn.Linear, nn.QuantizedLinear, UnpackingLinear)
@@ -140,6 +142,9 @@ class MergedLinear:
             return self._trained(x, lora)
         weights = lora.of_group(self.targets) if isinstance(lora, SegmentedLora) else None
         y, y_SBTO, hidden = self._product(x, weights)
+        if weights is not None and y is not None and _is_long(x) and weights.array_VN.shape[0] == 1:
+            parts = [y] if len(self.targets) == 1 else GroupOutput(y_SBTO, x.dtype, self._widths, None).split()
+            return weights.add_products(parts, x)
         shrunk = None
         if weights is not None and isinstance(lora, SegmentedLora):
             hidden = shrink(x, weights, lora.order_B2) if hidden is None else hidden
@@ -181,6 +186,11 @@ class MergedLinear:
             for index, part in enumerate(parts):
                 set_origin(part, SwigluHalf(gated=take, index=index))
         return parts
+
+
+def _is_long(x: mx.array) -> bool:
+    """Whether `x` (B, T, I) is one row with the tokens of prompts, which have one adapter."""
+    return x.shape[0] == 1 and x.shape[1] >= MIN_LONG
 
 
 def merged_linears(base: nn.Module) -> list[MergedLinear]:
