@@ -73,6 +73,11 @@ def read_arguments() -> Namespace:
         default=os.environ.get("PARALLM_TORCH_PYTHON", sys.executable),
         help="an interpreter with torch, trl and peft for a GPU (PARALLM_TORCH_PYTHON)",
     )
+    parser.add_argument(
+        "--vllm",
+        default=os.environ.get("PARALLM_VLLM"),
+        help="a folder of packages with vLLM, where that interpreter has none (PARALLM_VLLM)",
+    )
     parser.add_argument("--quick", action="store_true", help="small sizes: does it run? Bars mean nothing then")
     parser.add_argument("--report", type=Path, help="a file for the table, the versions and the line of JSON")
     parser.add_argument("--write", nargs="*", metavar="FILE", help="put the last lines of these files into MEASURED.md")
@@ -90,6 +95,7 @@ def request_of(arguments: Namespace) -> Request:
         environments=[Path(name).expanduser().resolve() for name in arguments.environments],
         peers=arguments.peers,
         torch_python=arguments.torch_python,
+        vllm=Path(folder) if (folder := absolute(arguments.vllm)) else None,
         is_quick=arguments.quick,
     )
 

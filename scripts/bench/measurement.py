@@ -66,6 +66,8 @@ class Request:
     """Clones of Atropos, verifiers and prime-rl."""
     peers: Path = DEFAULT_PEERS
     torch_python: str = sys.executable
+    vllm: Path | None = None
+    """A folder of packages with vLLM, for `torch_python`; None: it is installed there."""
     is_quick: bool = False
 
     @property

@@ -90,10 +90,19 @@ def work(
     return last_json(run_program(worker_command(name, keywords, python), variables))
 
 
-def work_in_parts(name: str, *, is_peer: bool, limit: float = 3600, **keywords: Any) -> Iterator[dict[str, Any]]:
+def work_in_parts(
+    name: str,
+    *,
+    is_peer: bool,
+    limit: float = 3600,
+    python: str = sys.executable,
+    environment: Mapping[str, str] | None = None,
+    **keywords: Any,
+) -> Iterator[dict[str, Any]]:
     """The results of a worker that yields one a part, as they come. It is killed after `limit` seconds."""
-    variables = clean_environment() | (PEER if is_peer else {})
-    with subprocess.Popen(worker_command(name, keywords), stdout=subprocess.PIPE, text=True, env=variables) as process:
+    variables = clean_environment() | (PEER if is_peer else {}) | (environment or {})
+    command = worker_command(name, keywords, python)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=variables) as process:
         clock = Timer(limit, process.kill)
         clock.start()
         assert process.stdout is not None

@@ -5,9 +5,15 @@ from typing import Any
 
 import pytest
 from bench.compare import change, change_by_halves, tune
-from bench.measure import engine, learner, serving
+from bench.measure import engine, learner, serving, vllm
 from bench.measurement import Figures, Request
 from bench.processes import run_program
+from bench.workers import grpo_steps
+from bench.workers.loads import limits_of_step
+
+import parallm.engine.engine
+from parallm.engine.sequence import make_sequences
+from parallm.types import POLICY, GenerationRequest, SamplingParams
 
 OURS = {"tokens": 800, "seconds": [2.0], "accepted": 0}
 THEIRS = {"tokens": 800, "seconds": [5.0], "settings": {"rows": 64}}
@@ -49,6 +55,31 @@ def test_a_part_that_fails_costs_its_own_figure() -> None:
 def test_sides_that_did_not_do_the_same_work_are_not_compared(ours: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"8b\.mixed"):
         gpu_figures({"engine_parts.8b.mixed": ours, "batch_generator_parts.8b.mixed": THEIRS})
+
+
+def test_loads_beside_vllm_are_compared_by_the_tokens_of_both() -> None:
+    ours = {"b1": OURS, "lora": {"seconds": [2.0, 4.0, 3.0], "accepted": 0}, "burst": OURS}
+    theirs = {"b1": THEIRS, "lora": {"tokens": 600, "seconds": [6.0]}}
+    figures = vllm.load_figures(["b1", "lora", "burst"], ours, theirs)
+    names = [f"engine.gpu.8b.{name}.vs_vllm" for name in ("b1", "lora", "burst")]
+    assert figures == dict(zip(names, [2.5, 2.0, None], strict=True))
+    with pytest.raises(ValueError, match="800 tokens of ours"):
+        vllm.load_figures(["b1"], ours, {"b1": THEIRS | {"tokens": 700}})
+
+
+def test_completions_of_a_step_end_at_the_same_limits_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallm.engine.engine, "make_sequences", make_sequences)
+    grpo_steps.limit_completions(group_size=2, rows=6, bounds=(4, 64))
+    limits = limits_of_step(3, 6, (4, 64))
+    assert len(set(limits)) > 1
+    assert all(4 <= limit <= 64 for limit in limits)
+    assert limits_of_step(4, 6, (4, 64)) != limits
+    options: dict[str, Any] = {"is_streaming": False, "arrival": 1, "max_context": 1000}
+    sampling = SamplingParams(max_tokens=64)
+    for name, found in (("step-3-2-policy", limits[4:]), ("warm-up", [64, 64])):
+        request = GenerationRequest(request_id=name, prompt_tokens=(1,), sampling=sampling, model=POLICY, n=2)
+        sequences = vars(parallm.engine.engine)["make_sequences"](request, None, **options)
+        assert [sequence.max_tokens for sequence in sequences] == found
 
 
 def test_both_sides_run_with_tiny_sizes() -> None:

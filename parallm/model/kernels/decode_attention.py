@@ -115,7 +115,7 @@ def append_and_attend(
     blocks = rows * query_heads // tile
     parts = num_parts(blocks, positions)
     angles = rotary.angles if rotary else lengths_B  # not read
-    columns = [_place(array) for array in (queries_BQ1D, new_keys_BH1D, new_values_BH1D)]
+    columns = [place_of(array) for array in (queries_BQ1D, new_keys_BH1D, new_values_BH1D)]
     dtype, of_parts = keys_SHLD.dtype, (rows, query_heads, parts)
     defines = (
         ("T", dtype),
@@ -170,7 +170,7 @@ def num_parts(blocks: int, positions: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class Place:
     """Place of heads (B, X, 1, D) in `whole`: values before those of the first row, and from row to row."""
 
     whole: mx.array
@@ -178,7 +178,7 @@ class _Place:
     pitch: int
 
 
-def _place(heads_BX1D: mx.array) -> _Place:
+def place_of(heads_BX1D: mx.array) -> Place:
     if isinstance(heads_BX1D, Columns):
-        return _Place(heads_BX1D.whole, heads_BX1D.start, heads_BX1D.whole.shape[-1])
-    return _Place(heads_BX1D, 0, heads_BX1D.shape[1] * heads_BX1D.shape[3])
+        return Place(heads_BX1D.whole, heads_BX1D.start, heads_BX1D.whole.shape[-1])
+    return Place(heads_BX1D, 0, heads_BX1D.shape[1] * heads_BX1D.shape[3])

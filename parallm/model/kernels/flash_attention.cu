@@ -1,9 +1,17 @@
 #include "mma.cuh"
 #include "flash_attention.cuh"
-// o = softmax(scale q k^T) v and the logarithm of the softmax's sum, for each packed row of a tile of queries.
+// o = softmax(scale q k^T) v and the logarithm of the softmax's sum, for each packed row of a tile of queries. If PAGED,
+// keys and values (pages, heads, COLUMNS, HEAD) are those of the pages in a row of `tables`, of `width` pages.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-    flash_attention(const T* q, const T* k, const T* v, const float* sinks, const int4* tiles, T* o, float* lse,
-                    int heads, int window, float scale) {
+    flash_attention(const T* q, const T* k, const T* v, const float* sinks, const int4* tiles,
+#if PAGED
+                    const int* tables,
+#endif
+                    T* o, float* lse, int heads, int window,
+#if PAGED
+                    int width,
+#endif
+                    float scale) {
   extern __shared__ __align__(16) unsigned char shared[];
   T* queries = reinterpret_cast<T*>(shared);
   T* keys = queries + ROWS * PITCH;
@@ -13,6 +21,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
   const bool active = begin < tile.rows;
   const int low = tile.position(begin), high = tile.position(min(begin + WARP_ROWS, tile.rows) - 1);
   const float log2_scale = scale * LOG2E;
+#if PAGED
+  const int* table = tables + int64_t(tile.prefix_start) * width;
+  auto copy_keys = [&](int t, T* to_keys, T* to_values) { tile.copy_page(t, table[t], to_keys, to_values, k, v); };
+#else
+  auto copy_keys = [&](int t, T* to_keys, T* to_values) { tile.copy_keys(t, to_keys, to_values, k, v); };
+#endif
   Tile<HEAD> sums = {};
   float largest[FRAGMENTS][2], total[FRAGMENTS][2] = {};
 #pragma unroll
@@ -23,14 +37,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 #pragma unroll
   for (int t = 0; t < STAGES - 1; t++) {
     if (tile.first + t < tile.count)
-      tile.copy_keys(tile.first + t, keys + t * COLUMNS * PITCH, values + t * COLUMNS * PITCH, k, v);
+      copy_keys(tile.first + t, keys + t * COLUMNS * PITCH, values + t * COLUMNS * PITCH);
     commit_copies();
   }
   for (int t = tile.first, stage = 0; t < tile.count; t++) {
     wait_copies<STAGES - 2>();
     __syncthreads();
     const int next = t + STAGES - 1, to = (stage + STAGES - 1) % STAGES * COLUMNS * PITCH;
-    if (next < tile.count) tile.copy_keys(next, keys + to, values + to, k, v);
+    if (next < tile.count) copy_keys(next, keys + to, values + to);
     commit_copies();
     const View view = {t * COLUMNS, low, high, tile.end, window};
     if (active && view.any()) {

@@ -151,7 +151,8 @@ __device__ __forceinline__ void write_rows(T* rows, const Tile<HEAD>& sums, int 
 struct Queries {
   int head, heads, begin, rows, start, prefix_start, prefix, first, count, end;
 
-  // tiles: (first token, tokens, first token of the prefix, its tokens; -1 for padding, which sees nothing), (begin, ..)
+  // tiles: (first token, tokens, first token of the prefix, its tokens; -1 for padding, which sees nothing), (begin, ..).
+  // With pages the third number is the row of the table.
   __device__ Queries(const int4* tiles, int heads, int window) : heads(heads) {
     const int tile = blockIdx.x / heads;
     head = blockIdx.x % heads;
@@ -176,6 +177,12 @@ struct Queries {
       const int at = t * COLUMNS + row, token = at < prefix ? prefix_start + at : start + at - prefix;
       return at < end ? (token * heads + head) * HEAD : -1;
     });
+  }
+  // The same from a page of COLUMNS positions.
+  __device__ __forceinline__ void copy_page(int t, int page, T* keys, T* values, const T* k, const T* v) const {
+    const int64_t start = (int64_t(page) * heads + head) * COLUMNS * HEAD;
+    copy_rows(keys, values, COLUMNS, k + start, v + start,
+              [&](int row) { return t * COLUMNS + row < end ? row * HEAD : -1; });
   }
 };
 

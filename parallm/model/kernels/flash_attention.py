@@ -30,6 +30,7 @@ NO_WINDOW = 2**30
 SLOTS = 264
 """Blocks that an H200 runs at once: visits of a tile are cut where one block would take longer than its share."""
 MIN_CUT = 2048  # packed rows
+NOT_PAGED, PAGED = ("PAGED", False), ("PAGED", True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ def fits(queries_MQD: mx.array, keys_MHD: mx.array, values_MHD: mx.array) -> boo
 
 def specializations(dtype: mx.Dtype, head_size: int, repeats: int) -> Iterator[tuple[str, Defines]]:
     """The kernels of a model, whose key heads have `repeats` query heads each."""
-    yield FORWARD, _defines(FORWARD, dtype, head_size, repeats)
+    yield FORWARD, (*_defines(FORWARD, dtype, head_size, repeats), NOT_PAGED)
     yield QUERIES, _defines(QUERIES, dtype, head_size, repeats)
     for partial in (False, True):
         yield KEYS, _defines(KEYS, dtype, head_size, repeats, partial)
@@ -205,6 +206,8 @@ class _Layer:
     ) -> list[mx.array]:
         threads = tiling(name, self.size).threads
         defines = _defines(name, self.dtype, self.size, self.repeats, partial)
+        if name == FORWARD:
+            defines = (*defines, NOT_PAGED)
         return kernel(name, defines, shared_memory=_shared_memory(name, self.size))(
             inputs,
             self.scalars,
@@ -213,6 +216,55 @@ class _Layer:
             output_shapes=shapes,
             output_dtypes=types,
         )
+
+
+def attend_pages(
+    queries_MQD: mx.array,
+    keys_PHTD: mx.array,
+    values_PHTD: mx.array,
+    tables_SN: mx.array,
+    tiles_X8: mx.array,
+    *,
+    scale: float,
+    window: int | None = None,
+    sinks_Q: mx.array | None = None,
+) -> mx.array:
+    """Attention (M, Q, D) of tokens whose keys and values are in pages, their own ones included; see
+    `PackedSequences.attend`.
+
+    Sequence s has its positions in the pages `tables_SN[s]`, int32, in order. `tiles_X8` are `page_tiles`, int32.
+    """
+    repeats, size = queries_MQD.shape[1] // keys_PHTD.shape[1], queries_MQD.shape[2]
+    heads, chosen, dtype = keys_PHTD.shape[1], tiling(FORWARD, size), queries_MQD.dtype
+    sinks = mx.full((heads * repeats,), -mx.inf) if sinks_Q is None else sinks_Q.astype(mx.float32)
+    defines = (*_defines(FORWARD, dtype, size, repeats), PAGED)
+    attended: mx.array = kernel(FORWARD, defines, shared_memory=_shared_memory(FORWARD, size))(
+        [queries_MQD, keys_PHTD, values_PHTD, sinks, tiles_X8, tables_SN],
+        [heads, window or NO_WINDOW, tables_SN.shape[1], float(scale)],
+        grid=(len(tiles_X8) * heads * chosen.threads, 1, 1),
+        threadgroup=(chosen.threads, 1, 1),
+        output_shapes=[queries_MQD.shape, queries_MQD.shape[:2]],
+        output_dtypes=[dtype, mx.float32],
+    )[0]
+    return attended
+
+
+def fits_pages(queries_MQD: mx.array, keys_PHTD: mx.array) -> bool:
+    """Whether `attend_pages` takes these arrays, here: a page is a tile of keys."""
+    size = queries_MQD.shape[-1]
+    return fits(queries_MQD, keys_PHTD, keys_PHTD) and keys_PHTD.shape[2:] == (tiling(FORWARD, size).columns, size)
+
+
+def page_tiles(lengths: Sequence[tuple[int, int]], num_tokens: int, repeats: int, head_size: int) -> np.ndarray:
+    """`query_tiles` of sequences one after the other, (tokens, tokens before them that are in pages) each; the rest of
+    `num_tokens` is padding."""
+    counts = [count for count, _ in lengths]
+    starts = np.cumsum([0, *counts])
+    rows = zip(starts, lengths, strict=False)
+    sequences = [(start, count, row, before) for row, (start, (count, before)) in enumerate(rows)]
+    if starts[-1] < num_tokens:
+        sequences.append((starts[-1], num_tokens - starts[-1], 0, PADDING))
+    return query_tiles(np.array(sequences), repeats, tiling(FORWARD, head_size).rows)
 
 
 def query_tiles(sequences_S4: np.ndarray, repeats: int, rows: int) -> np.ndarray:

@@ -201,7 +201,8 @@ def http(request: Request) -> Figures:
     streams, max_tokens = request.size(64, 4), request.size(160, 32)
     job = {"model": request.model, "data": request.data, "shape": shape, "streams": streams}
     found = work("http_speed", **job, max_tokens=max_tokens, rounds=request.size(3, 1))
-    print_table(f"{streams} streams, tokens/s", [("", "median"), *((name, median(found[name])) for name in found)])
+    names = ("engine", "every_token", "coalesced")
+    print_table(f"{streams} streams, tokens/s", [("", "median"), *((name, median(found[name])) for name in names)])
     return {
         "engine.http.vs_bare": ratio(found["coalesced"], found["engine"]),
         "engine.http.vs_bare_every_token": ratio(found["every_token"], found["engine"]),

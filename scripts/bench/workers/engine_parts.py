@@ -23,6 +23,7 @@ from bench.workers.loads import (
     Load,
     check_tokens,
     random_arrivals,
+    random_burst,
     random_prompts,
     random_storm,
     read_load,
@@ -94,6 +95,7 @@ class Bench:
             "groups": self.groups,
             "mixed": partial(self.served, random_arrivals),
             "storm": partial(self.served, random_storm),
+            "burst": partial(self.served, random_burst),
         }
         return {name: partial(self._watched, measure) for name, measure in measures.items()}
 

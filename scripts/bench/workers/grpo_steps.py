@@ -1,15 +1,21 @@
 """Seconds and peak memory of our GRPO steps on random weights: `python -m parallm.train` in this process."""
 
+import re
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from bench.processes import metrics
+from bench.workers.loads import limits_of_step
 from bench.workers.number_words import NumberWords
 from parallm.config.schema import RunConfig
 from parallm.device.blas import BlasReport
 from parallm.run.command import run_command
+from parallm.types import GenerationRequest
+
+ID_IN_STEP = re.compile(r"step-(\d+)-(\d+)-")
+"""Of a request: the step, and its place among the step's problems."""
 
 
 def arguments(model: str, vocabulary: int, sizes: dict[str, int], steps: int, folder: str) -> list[str]:
@@ -22,13 +28,16 @@ def arguments(model: str, vocabulary: int, sizes: dict[str, int], steps: int, fo
         *(f"rollout.problems_per_step={sizes['prompts']}", f"rollout.group_size={sizes['group_size']}"),
         *(f"rollout.max_tokens={sizes['completion']}", "rollout.refill_rounds=0"),
         *(f"engine.max_rows={sizes['prompts'] * sizes['group_size']}", "learner.learning_rate=1e-6"),
-        f"learner.micro_batch_tokens={sizes['rows'] * length}",
+        *([f"learner.micro_batch_tokens={sizes['rows'] * length}"] if "rows" in sizes else []),
         *("server=off", "name=bench", "metrics.display=off", "checkpoint.every=1000", f"hydra.run.dir={folder}"),
     ]
 
 
-def main(*, model: str, vocabulary: int, warm_up: int, steps: int, **sizes: int) -> dict[str, Any]:
-    """`sizes`: prompts, group_size, prompt and completion in tokens, and rows of a training pass."""
+def main(
+    *, model: str, vocabulary: int, warm_up: int, steps: int, shortest: int | None = None, **sizes: int
+) -> dict[str, Any]:
+    """`sizes`: prompts, group_size, prompt and completion in tokens, and rows of a training pass, by default as many as
+    the learner takes. Completions are as long as `completion`; with `shortest`, each has a limit of its own."""
     peak, completions = None, sizes["prompts"] * sizes["group_size"]
 
     def measured(config: RunConfig, folder: Path, blas: BlasReport) -> int:
@@ -37,6 +46,8 @@ def main(*, model: str, vocabulary: int, warm_up: int, steps: int, **sizes: int)
 
         from parallm.run.train import run_training  # noqa: PLC0415
 
+        if shortest is not None:
+            limit_completions(sizes["group_size"], completions, (shortest, sizes["completion"]))
         code = run_training(config, folder, blas)
         peak = None if mx.default_device() == mx.Device(mx.cpu) else mx.get_peak_memory() / 1e9
         return code
@@ -56,3 +67,21 @@ def main(*, model: str, vocabulary: int, warm_up: int, steps: int, **sizes: int)
         "sampled_tokens": [row["rollout/tokens"] for row in rows],
     }
     return {name: values[warm_up:] for name, values in times.items()} | {"peak_gb": peak}
+
+
+def limit_completions(group_size: int, rows: int, bounds: tuple[int, int]) -> None:
+    """Let each completion of a step end at its limit; the engine does not know it before, as with an end token."""
+    from parallm.engine import engine  # noqa: PLC0415  # not at the top, as above
+
+    make = engine.make_sequences
+
+    def limited(request: GenerationRequest, *arguments: Any, **options: Any) -> Any:
+        sequences = make(request, *arguments, **options)
+        if found := ID_IN_STEP.match(request.request_id):
+            step, place = map(int, found.groups())
+            limits = limits_of_step(step, rows, bounds)
+            for sequence in sequences:
+                sequence.max_tokens = limits[place * group_size + sequence.index]
+        return sequences
+
+    engine.make_sequences = limited

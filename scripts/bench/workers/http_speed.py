@@ -4,7 +4,7 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -23,10 +23,12 @@ READER = Path(__file__).with_name("stream_reader.py")
 
 async def main(
     *, model: str, data: str | None, shape: str | None, streams: int, max_tokens: int, rounds: int
-) -> dict[str, list[float]]:
+) -> Mapping[str, Sequence[float]]:
     async with open_workbench(model=model, shape=shape) as bench:
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-        return await measure(bench, bench.requests("speed", data, streams, sampling, n=1), rounds)
+        requests = bench.requests("speed", data, streams, sampling, n=1)
+        lengths = [len(request.prompt_tokens) for request in requests]
+        return await measure(bench, requests, rounds) | {"prompt_lengths": lengths}
 
 
 async def measure(bench: Workbench, requests: Sequence[GenerationRequest], rounds: int) -> dict[str, list[float]]:

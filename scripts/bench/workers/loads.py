@@ -95,8 +95,17 @@ def random_arrivals(load: Load, vocabulary: int, seed: int) -> list[Arrival]:
 
 def random_storm(load: Load, vocabulary: int, seed: int) -> list[Arrival]:
     """Short requests that come at the same time."""
-    short = replace(load, prompts=load.storm_prompts, outputs=load.storm_outputs)
-    return [replace(one, seconds=0.0) for one in random_arrivals(short, vocabulary, seed)]
+    return random_burst(replace(load, prompts=load.storm_prompts, outputs=load.storm_outputs), vocabulary, seed)
+
+
+def random_burst(load: Load, vocabulary: int, seed: int) -> list[Arrival]:
+    """Requests of all lengths that come at the same time."""
+    return [replace(one, seconds=0.0) for one in random_arrivals(load, vocabulary, seed)]
+
+
+def limits_of_step(step: int, rows: int, bounds: tuple[int, int]) -> list[int]:
+    """Lengths of a step's completions in the order of its prompts: with random weights they stand for the end token."""
+    return lengths(np.random.default_rng([step, rows]), bounds, rows)
 
 
 def check_tokens(sampled: int, expected: int) -> None:

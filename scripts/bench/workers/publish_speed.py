@@ -22,8 +22,10 @@ NUM_ADAPTERS = 4
 LOAD_TOKENS = 64
 
 
-async def main(*, model: str, data: str | None, repeats: int) -> dict[str, object]:
-    async with open_workbench(model=model) as bench:
+async def main(
+    *, model: str = "nano", data: str | None = None, shape: str | None = None, repeats: int
+) -> dict[str, object]:
+    async with open_workbench(model=model, shape=shape) as bench:
         return await measure(bench, data, repeats)
 
 

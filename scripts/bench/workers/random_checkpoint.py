@@ -15,20 +15,26 @@ from transformers import LlamaConfig, LlamaForCausalLM
 END, PAD = "<end>", "<pad>"
 
 
-def main(*, folder: str, config: dict[str, Any]) -> dict[str, Any]:
-    place, vocabulary = Path(folder), config["vocab_size"]
+def main(*, folder: str, config: dict[str, Any], has_weights: bool = True) -> dict[str, Any]:
+    place = Path(folder)
     on_gpu = torch.cuda.is_available()
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16 if on_gpu else torch.float32)
-    with torch.device("cuda" if on_gpu else "cpu"):
-        model = LlamaForCausalLM(LlamaConfig(**{key: value for key, value in config.items() if key != "model_type"}))
-    model.save_pretrained(place)
-    # transformers writes newer names than other readers know
-    ends = {"eos_token_id": vocabulary, "pad_token_id": vocabulary - 1}
-    (place / "config.json").write_text(json.dumps(config | ends | {"architectures": ["LlamaForCausalLM"]}))
-    (place / "generation_config.json").write_text(json.dumps(ends))
-    write_tokenizer(place, vocabulary)
+    if has_weights:
+        with torch.device("cuda" if on_gpu else "cpu"):
+            sizes = {key: value for key, value in config.items() if key != "model_type"}
+            LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(place)
+    write_config(place, config)
+    write_tokenizer(place, config["vocab_size"])
     return {}
+
+
+def write_config(folder: Path, config: dict[str, Any]) -> None:
+    """In the names that all readers know; transformers writes newer ones. The weights' type is torch's default."""
+    ends = {"eos_token_id": config["vocab_size"], "pad_token_id": config["vocab_size"] - 1}
+    kind = {"architectures": ["LlamaForCausalLM"], "dtype": str(torch.get_default_dtype()).removeprefix("torch.")}
+    (folder / "config.json").write_text(json.dumps(config | ends | kind))
+    (folder / "generation_config.json").write_text(json.dumps(ends))
 
 
 def write_tokenizer(folder: Path, vocabulary: int) -> None:

@@ -37,7 +37,7 @@ def main(*, model: str, vocabulary: int, warm_up: int, steps: int, generation: s
             model=network,
             processing_class=tokenizer,
             reward_funcs=[reward],
-            args=arguments(warm_up + steps, generation, sizes, folder),
+            args=arguments(warm_up + steps, GENERATION[generation], sizes, folder),
             train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in prompts]),
             peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"),
             callbacks=[clock],
@@ -55,7 +55,7 @@ def main(*, model: str, vocabulary: int, warm_up: int, steps: int, generation: s
     return {name: values[warm_up:] for name, values in times.items()} | {"peak_gb": peak}
 
 
-def arguments(steps: int, generation: str, sizes: dict[str, int], folder: str) -> GRPOConfig:
+def arguments(steps: int, generation: dict[str, Any], sizes: dict[str, int], folder: str) -> GRPOConfig:
     return GRPOConfig(
         output_dir=folder,
         use_cpu=not ON_GPU,
@@ -74,7 +74,7 @@ def arguments(steps: int, generation: str, sizes: dict[str, int], folder: str) -
         report_to="none",
         logging_strategy="no",
         save_strategy="no",
-        **GENERATION[generation],
+        **generation,
     )
 
 

@@ -18,13 +18,13 @@ def fake_kernel(name: str, defines: tuple[tuple[str, Any], ...], *, shared_memor
     constants = dict(defines)
     assert shared_memory <= MAX_SHARED_BYTES
 
-    def run(inputs: Sequence[mx.array], scalars: tuple[int, int, float], **launch: Any) -> list[mx.array]:
+    def run(inputs: Sequence[mx.array], scalars: Sequence[Any], **launch: Any) -> list[mx.array]:
         arrays = [np.array(array) for array in inputs]
         blocks, rest = divmod(launch["grid"][0], launch["threadgroup"][0])
         assert (rest, launch["threadgroup"][0]) == (0, 32 * constants["WARPS"])
         outputs = [np.full(shape, np.nan, np.float32) for shape in launch["output_shapes"]]
         emulator = {FORWARD: _forward, QUERIES: _queries, KEYS: _keys}[name]
-        heads, window, scale = scalars
+        (heads, window), scale = scalars[:2], scalars[-1]
         for block in range(blocks):
             emulator(constants, arrays, outputs, block // heads, block % heads, heads, window, scale)
         return [mx.array(output).astype(dtype) for output, dtype in zip(outputs, launch["output_dtypes"], strict=True)]
@@ -63,6 +63,11 @@ class _Queries:
         token = np.where(at < self.prefix, self.prefix_start + at, self.start + at - self.prefix)
         return np.where(at < self.end, token, -1)
 
+    def page(self, t: int, rows: np.ndarray) -> np.ndarray:
+        """A page's rows, zeros after the last position that is seen."""
+        assert rows.shape[0] == self.columns
+        return np.where((t * self.columns + np.arange(self.columns) < self.end)[:, None], rows, 0)
+
     def warps(self) -> list[np.ndarray]:
         starts = range(self.begin, self.begin + self.block_rows, self.warp_rows)
         return [np.arange(start, start + self.warp_rows) for start in starts if start < self.rows]
@@ -82,7 +87,7 @@ class _Queries:
 def _forward(
     c: Constants, arrays: Arrays, outputs: Arrays, x: int, head: int, heads: int, window: int, scale: float
 ) -> None:
-    q, k, v, sinks, tiles = arrays
+    q, k, v, sinks, tiles, *tables = arrays
     tile = _Queries(c, tiles[x], window)
     for m in tile.warps():
         tokens, member = tile.tokens(m), m % tile.size
@@ -92,7 +97,10 @@ def _forward(
             seen = tile.seen(m, t, window)
             if seen is None:
                 continue
-            keys, values = (_rows(a, heads, tile.keys(t), head, np.zeros(1, int), 1) for a in (k, v))
+            if tables:
+                keys, values = (tile.page(t, a[tables[0][tile.prefix_start, t], head]) for a in (k, v))
+            else:
+                keys, values = (_rows(a, heads, tile.keys(t), head, np.zeros(1, int), 1) for a in (k, v))
             score = np.where(seen, queries @ keys.T, -np.inf)
             most = np.maximum(largest, score.max(axis=1))
             base = np.where(np.isinf(most), 0, most * scale)

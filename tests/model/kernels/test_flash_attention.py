@@ -8,7 +8,17 @@ import pytest
 
 from parallm.model.kernels import flash_attention
 from parallm.model.kernels.cuda import has_kernels
-from parallm.model.kernels.flash_attention import KEYS, PackedSequences, fits, key_tiles, query_tiles, tiling
+from parallm.model.kernels.flash_attention import (
+    KEYS,
+    PackedSequences,
+    attend_pages,
+    fits,
+    key_tiles,
+    page_tiles,
+    query_tiles,
+    tiling,
+)
+from parallm.model.kernels.page_write import PAGE
 from tests.model.kernels.flash_emulation import fake_kernel
 
 needs_kernels = pytest.mark.skipif(not has_kernels(), reason="needs MLX's CUDA build")
@@ -183,6 +193,61 @@ def test_tiles_hold_each_row_and_each_key_once_the_longest_first() -> None:
     assert len(tiles.partial_X4) == -tiles.tiles_X4[:, 3].clip(max=0).sum() > 0
 
 
+CHUNKS = [(5, 0), (64, 64), (1, 63), (130, 0), (40, 300), (3, 128), (17, 40)]
+"""Tokens of a sequence that are computed, and those before them."""
+
+
+def paged(case: Case, dtype: mx.Dtype, chunks: list[tuple[int, int]], *, padding: int) -> tuple[mx.array, mx.array]:
+    """The last tokens of sequences whose keys and values are in pages of any order, and what plain attention gives;
+    `case` says what heads they have. All other positions hold NaN, but for the scratch page."""
+    random = np.random.default_rng(case.size)
+    whole = replace(case, groups=[(before + count, []) for count, before in chunks])
+    q, k, v, _ = whole.arrays(dtype)
+    counts = [-(-length // PAGE) for length, _ in whole.groups]
+    numbers = random.permutation(np.arange(1, sum(counts) + 1)).astype(np.int32)
+    tables = np.zeros((len(chunks), max(counts) + 2), np.int32)
+    pools = [np.full((sum(counts) + 1, case.heads, PAGE, case.size), np.nan, np.float32) for _ in range(2)]
+    chosen: list[int] = []
+    for row, (start, length, _, _) in enumerate(whole.sequences.tolist()):
+        tables[row, : counts[row]], numbers = numbers[: counts[row]], numbers[counts[row] :]
+        for pool, array in zip(pools, (k, v), strict=True):
+            for at in range(length):
+                pool[tables[row, at // PAGE], :, at % PAGE] = np.array(array[start + at].astype(mx.float32))
+        chosen += range(start + chunks[row][1], start + length)
+    index, num_tokens = mx.array(chosen), len(chosen) + padding
+    queries = mx.concatenate([q[index], mx.full((padding, *q.shape[1:]), mx.nan, dtype)])
+    found = attend_pages(
+        queries,
+        mx.array(pools[0]).astype(dtype),
+        mx.array(pools[1]).astype(dtype),
+        mx.array(tables),
+        mx.array(page_tiles(chunks, num_tokens, case.repeats, case.size).astype(np.int32)),
+        scale=case.size**-0.5,
+        window=case.window,
+        sinks_Q=case.sink_logits,
+    )
+    assert mx.all(found[len(chosen) :] == 0).item()
+    return found[: len(chosen)], plain(whole, whole.arrays(dtype))[0][index]
+
+
+PAGED = {name: CASES[name] for name in ("groups", "wide window", "sinks", "large heads")}
+
+
+@pytest.mark.parametrize("padding", [0, 70])
+@pytest.mark.parametrize("name", PAGED)
+@pytest.mark.usefixtures("emulated")
+def test_tiles_of_pages_give_plain_attention(name: str, padding: int) -> None:
+    found, expected = paged(CASES[name], mx.float32, CHUNKS, padding=padding)
+    assert worst([found], [expected]) <= 1e-5
+
+
+@pytest.mark.usefixtures("emulated")
+def test_a_missing_token_of_a_page_is_found() -> None:
+    found, _ = paged(CASES["groups"], mx.float32, CHUNKS, padding=0)
+    _, shifted = paged(CASES["groups"], mx.float32, [(count, before + 1) for count, before in CHUNKS], padding=0)
+    assert not worst([found], [shifted]) <= 1e-3
+
+
 def test_other_arrays_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     def shaped(size: int, dtype: mx.Dtype = mx.bfloat16) -> list[mx.array]:
         return [mx.zeros((4, heads, size), dtype) for heads in (4, 2, 2)]
@@ -230,6 +295,15 @@ def test_the_kernels_give_plain_attention_over_random_packings() -> None:
             padding=int(random.integers(0, 200)),
         )
         assert worst(*on_gpu(case)) <= 1e-2, case
+
+
+@needs_kernels
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("name", PAGED)
+def test_the_kernel_gives_plain_attention_over_pages(name: str, size: int) -> None:
+    for padding in (0, 70):
+        found, expected = paged(replace(CASES[name], size=size), mx.bfloat16, CHUNKS, padding=padding)
+        assert worst([found], [expected]) <= 1e-2
 
 
 @needs_kernels

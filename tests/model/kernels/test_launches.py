@@ -16,7 +16,8 @@ import pytest
 from parallm.model.kernels import cuda, decode_attention, slot_copy, small_batch_gemm, token_scores
 from parallm.model.kernels.compiler import CompileError, Defines, compile_log, source_of
 from parallm.model.kernels.decode_attention import Columns, RotaryAngles, append_and_attend, columns_of
-from parallm.model.kernels.flash_attention import PackedSequences
+from parallm.model.kernels.flash_attention import PackedSequences, attend_pages, page_tiles
+from parallm.model.kernels.page_write import PAGE, write_pages
 from parallm.model.kernels.rotary import Rotation, rotated
 from parallm.model.kernels.segmented_lora import GroupOutput, ShrinkOutput, shrink
 from parallm.model.kernels.swiglu import fused_swiglu, swiglu_of_halves
@@ -144,6 +145,19 @@ def attend_packed(dtype: mx.Dtype) -> None:
     mx.vjp(lambda q, k, v: [layout.attend(q, k, v, scale=0.125)], [q, kv, kv], [q])
 
 
+def prefill(dtype: mx.Dtype, rotation: Rotation | None = None) -> None:
+    """Tokens of two prompts are written into pages, and attend to them."""
+    half = mx.bfloat16 if dtype == mx.float32 else dtype
+    heads, pool = mx.zeros((100, 1, 8 * 64), half), mx.zeros((4, 2, PAGE, 64), half)
+    rotary = None
+    if rotation:
+        rotary = RotaryAngles(angles=rotation.angles(mx.arange(100)), traditional=rotation.traditional)
+    heads_M = [part.reshape(100, 1, -1, 64).transpose(0, 2, 1, 3) for part in columns_of(heads, [256, 128, 128])]
+    turned = write_pages(heads_M, pool, pool, mx.arange(100), rotary)
+    tiles = mx.array(page_tiles([(60, 0), (30, 64)], 100, 2, 64).astype(np.int32))
+    attend_pages(turned, pool, pool, mx.array([[1, 0], [2, 3]], mx.int32), tiles, scale=0.125)
+
+
 def copy(dtype: mx.Dtype) -> None:
     prompts, pools = [mx.zeros((2, 2, 16, 64), dtype)] * 3, [mx.zeros((4, 2, 32, 64), dtype)] * 3
     slot_copy.copy_to_slots(prompts, pools, rows=[0, 1], slots=[2, 3], lengths=[16, 5])
@@ -189,6 +203,10 @@ FACES: dict[str, Face] = {
     "score": lambda dtype: score(dtype, None),
     "score with entropies": lambda dtype: score(dtype, mx.ones(3)),
     "attend to packed rows": attend_packed,
+    "prefill": prefill,
+    "prefill, halves rotated": lambda dtype: prefill(dtype, HALVES),
+    "prefill, a first half rotated": lambda dtype: prefill(dtype, FIRST_HALF),
+    "prefill, neighbours rotated": lambda dtype: prefill(dtype, NEIGHBOURS),
     "draw": draw,
     "copy": copy,
     "multiply": lambda dtype: multiply(dtype, versions=0, widths=[64, 32, 32], bias=False),
@@ -305,7 +323,7 @@ def test_what_does_not_compile_is_told() -> None:
 
 def addressed(heads_BX1D: mx.array) -> mx.array:
     """The heads as the kernel finds them, from where it starts and what it skips."""
-    place = decode_attention._place(heads_BX1D)
+    place = decode_attention.place_of(heads_BX1D)
     rows, heads, _, size = heads_BX1D.shape
     flat = place.whole.reshape(-1)
     starts_B = place.start + mx.arange(rows) * place.pitch
