@@ -1,9 +1,9 @@
 """Bookkeeping of pages of keys and values: a free list, reference counts, and the tokens of pages that are full.
 
 As vLLM's block pool (https://arxiv.org/abs/2309.06180). A page that is full never changes, so any number of sequences
-share it. A page that nobody holds keeps its contents until it is needed for others, the page that was freed first before
-all: prompts that begin with the same tokens find it by a chain of hashes, each of a page's tokens and of the hash before.
-Here are no arrays: `paged_memory.py` has them.
+share it. A page that nobody holds keeps its contents until it is needed for others, the one that was freed first before
+all: prompts that begin with the same tokens find it by a chain of hashes, each of a page's tokens and the hash before.
+The arrays are in `engine/paged_memory.py`.
 """
 
 import hashlib
@@ -23,12 +23,14 @@ class BlockTable:
     def __init__(self, pool: "BlockPool", pages: list[int]) -> None:
         """`pages` were allocated or shared for this table."""
         self.pages = pages
+        self.num_cached = 0
+        """First pages that came from the prefix cache: others may hold them, so they must not be written."""
         self._pool = pool
 
     def share_first(self, pages: Sequence[int]) -> None:
-        """Hold these pages in place of as many of the first ones."""
+        """Hold these cached pages in place of as many of the first ones."""
         self._pool.share(pages)
-        replaced = self.pages[: len(pages)]
+        replaced, self.num_cached = self.pages[: len(pages)], len(pages)
         self.pages[: len(pages)] = pages
         self._pool.release(replaced)
 
@@ -39,9 +41,11 @@ class BlockTable:
 class BlockPool:
     """Used on the device thread; only `release` may be called on others."""
 
-    def __init__(self, num_pages: int, page: int) -> None:
-        """Page numbers are 1 to `num_pages` - 1, after the scratch page; each has `page` positions."""
+    def __init__(self, num_pages: int, page: int, page_bytes: int) -> None:
+        """Page numbers are 1 to `num_pages` - 1, after the scratch page; each has `page` positions and `page_bytes`."""
+        self.num_pages = num_pages
         self.page = page
+        self.page_bytes = page_bytes
         self.num_lookups = 0
         self.num_hits = 0
         self._free = OrderedDict.fromkeys(range(1, num_pages))  # the next one to allocate first
@@ -49,7 +53,7 @@ class BlockPool:
         self._released: deque[list[int]] = deque()  # tables may die on any thread, by the garbage collector
         self._pages: dict[Owner, dict[bytes, int]] = {}  # cached pages by the hash of all tokens up to their end
         self._keys: dict[int, tuple[Owner, bytes]] = {}  # the inverse
-        self.num_pages = num_pages
+        self._num_kept = 0  # cached pages that are free
 
     @property
     def num_free(self) -> int:
@@ -62,6 +66,15 @@ class BlockPool:
     def num_used(self) -> int:
         """Pages that tables hold."""
         return self.num_pages - 1 - self.num_free
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of cached pages that no table holds."""
+        return self._num_kept * self.page_bytes
+
+    def num_held(self, pages: Sequence[int]) -> int:
+        """Pages among these that tables hold."""
+        return sum(self._counts[page] > 0 for page in pages)
 
     def allocate(self, count: int) -> list[int] | None:
         """Pages for a new table, with any contents; None where fewer are free."""
@@ -77,6 +90,7 @@ class BlockPool:
         """Let one more table hold these pages, which are cached or held."""
         assert self.num_free >= 0  # whatever was released is in the list of free pages now
         for page in pages:
+            self._num_kept -= self._counts[page] == 0
             self._free.pop(page, None)
             self._counts[page] += 1
 
@@ -118,19 +132,23 @@ class BlockPool:
         for page in self._pages.pop(owner).values():
             del self._keys[page]
             if page in self._free:
+                self._num_kept -= 1
                 self._free.move_to_end(page, last=False)
 
     def _uncache(self, page: int) -> None:
         if page in self._keys:
             owner, key = self._keys.pop(page)
             del self._pages[owner][key]
+            self._num_kept -= 1
 
     def _drop(self, pages: Sequence[int]) -> None:
         for page in reversed(pages):  # so that a beginning stays longer than its end
             self._counts[page] -= 1
             if self._counts[page] == 0:
                 self._free[page] = None
-                if page not in self._keys:
+                if page in self._keys:
+                    self._num_kept += 1
+                else:
                     self._free.move_to_end(page, last=False)
 
     def _chain(self, tokens: Tokens) -> Iterator[bytes]:
