@@ -8,10 +8,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from parallm.engine.kv.block_pool import BlockPool, BlockTable
+from parallm.engine.paged_batch import PagedDecodeBatch
 from parallm.engine.paged_memory import PagedMemory
 
 from parallm.engine import flat_prefill
-from parallm.engine.flat_prefill import FlatPrefill, fits
+from parallm.engine.flat_prefill import Chunk, FlatForward, FlatPrefill, fits, head_shapes, lay_out
 from parallm.engine.sequence import PrefillJob, make_sequences
 from parallm.engine.settings import EngineSettings
 from parallm.model.adapters.adapter import Adapter
@@ -72,12 +73,14 @@ class FakeMemory:
 def make_prefill(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[FlatPrefill, FakeMemory]]:
     def make(model: SharedModel, chunk: int) -> tuple[FlatPrefill, FakeMemory]:
         memory = FakeMemory(model)
+        monkeypatch.setattr(flat_prefill, "fits_pages", lambda *_: True)
+        settings = EngineSettings(prefill_chunk=chunk)
+        prefill = FlatPrefill(model, LoraSelector(model), cast(PagedMemory, memory), settings)
         monkeypatch.setattr(flash_attention, "kernel", fake_kernel)
         monkeypatch.setattr(flat_prefill, "write_pages", memory.write)
         monkeypatch.setattr(flat_prefill, "attend_pages", memory.attend)
         monkeypatch.setattr(flat_prefill, "padded", lambda count: count + 7)
-        settings = EngineSettings(prefill_chunk=chunk)
-        return FlatPrefill(model, LoraSelector(model), cast(PagedMemory, memory), settings), memory
+        return prefill, memory
 
     return make
 
@@ -220,9 +223,46 @@ def test_ended_sequences_are_kept_with_their_pages(
         sequence.tokens = [1, 2, 3]
     sequences[0].finish_reason = sequences[2].finish_reason = "stop"
     sequences[2].is_broken = True
-    decoder = SimpleNamespace(sequences=sequences, batch=SimpleNamespace(tables=[None] * 3))
+    batch = PagedDecodeBatch.__new__(PagedDecodeBatch)
+    batch.tables = [memory.table(1) for _ in sequences]
+    decoder = SimpleNamespace(sequences=sequences, batch=batch)
     assert prefill.keep_ended(cast(Any, decoder)) == []
     assert memory.kept == [("ended", 32)]
+
+
+def test_a_trace_serves_other_tokens_positions_and_pages(
+    load_tiny: Callable[..., SharedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(heads: Sequence[mx.array], _: mx.array, __: mx.array, slots_M: mx.array, ___: object) -> mx.array:
+        return heads[0][:, :, 0] + heads[1].sum() + slots_M[:, None, None] / 100
+
+    def attend(queries: mx.array, _: mx.array, __: mx.array, pages: mx.array, tiles: mx.array, **___: Any) -> mx.array:
+        return queries + (pages.sum() + tiles.sum()) / 1000
+
+    model, num_traced = load_tiny("llama"), 0
+    monkeypatch.setattr(flat_prefill, "fits_pages", lambda *_: True)
+    shapes = head_shapes(model)
+    monkeypatch.setattr(flat_prefill, "write_pages", write)
+    monkeypatch.setattr(flat_prefill, "attend_pages", attend)
+    plain, compiled, pools = FlatForward(model, shapes), FlatForward(model, shapes), [mx.zeros((1, 1))] * 4
+    compiled._is_compiled = True
+    hidden = compiled._hidden
+
+    def count(*arguments: Any) -> mx.array:
+        nonlocal num_traced
+        num_traced += 1
+        return hidden(*arguments)
+
+    monkeypatch.setattr(compiled, "_hidden", count)
+    results = []
+    for chunks in ([Chunk(0, 20, [3]), Chunk(64, 70, [4, 5])], [Chunk(5, 9, [1])]):
+        arrays = lay_out(chunks, 32, shapes)
+        tokens_M = mx.arange(32) + chunks[0].end
+        results += [plain(tokens_M, arrays, pools, None), compiled(tokens_M, arrays, pools, None)]
+    assert mx.allclose(results[0], results[1], atol=1e-4).item()
+    assert mx.allclose(results[2], results[3], atol=1e-4).item()
+    assert not mx.allclose(results[0], results[2], atol=1e-2).item()
+    assert num_traced == 1
 
 
 def test_models_that_attend_in_another_way_do_not_fit(
@@ -230,5 +270,7 @@ def test_models_that_attend_in_another_way_do_not_fit(
 ) -> None:
     assert not fits(load_tiny("llama"))
     monkeypatch.setattr(flat_prefill, "has_kernels", lambda: True)
+    assert not fits(load_tiny("llama"))  # float32
+    monkeypatch.setattr(flat_prefill, "fits_pages", lambda *_: True)
     found = [fits(load_tiny(name)) for name in ("llama", "gemma3_text", "deepseek_v3", "mamba")]
     assert found == [True, True, False, False]

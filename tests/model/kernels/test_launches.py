@@ -162,8 +162,8 @@ def prefill(dtype: mx.Dtype, rotation: Rotation | None = None) -> None:
         rotary = RotaryAngles(angles=rotation.angles(mx.arange(100)), traditional=rotation.traditional)
     heads_M = [part.reshape(100, 1, -1, 64).transpose(0, 2, 1, 3) for part in columns_of(heads, [256, 128, 128])]
     turned = write_pages(heads_M, pool, pool, mx.arange(100), rotary)
-    tiles = mx.array(page_tiles([(60, 0), (30, 64)], 100, 2, 64).astype(np.int32))
-    attend_pages(turned, pool, pool, mx.array([[1, 0], [2, 3]], mx.int32), tiles, scale=0.125)
+    tiles = mx.array(page_tiles([(60, 0, 0), (30, 64, 1)], 100, 2, 64).astype(np.int32))
+    attend_pages(turned, pool, pool, mx.array([1, 2, 3], mx.int32), tiles, scale=0.125)
 
 
 def copy(dtype: mx.Dtype) -> None:
