@@ -43,18 +43,16 @@ class Step:
 
     sequences: Ordered[Sequence]
     sampled: SampledTokens
-    output_2B: mx.array
-    """Tokens, and the bits of log-probabilities, int32: one array to read, and one that the next step does not use."""
     fed_F: mx.array | None = None
     """Tokens that the first rows fed; None without drafts. With drafts no step is launched before this one is read."""
 
     def arrays(self) -> list[mx.array]:
         """The arrays that `read` reads."""
-        return [self.output_2B, *self.sampled.top, *([] if self.fed_F is None else [self.fed_F])]
+        return [self.sampled.output_2B, *self.sampled.top, *([] if self.fed_F is None else [self.fed_F])]
 
     def read(self, tokenizer: ChatTokenizer) -> list[Sequence]:
         """Append each sequence's tokens, waiting for the device; returns the sequences that got some."""
-        tokens_B, bits_B = np.array(self.output_2B)
+        tokens_B, bits_B = np.array(self.sampled.output_2B)
         tops = read_alternatives(self.sampled.top, len(tokens_B))
         columns = (tokens_B.tolist(), bits_B.view(np.float32).tolist(), tops)
         fed = [] if self.fed_F is None else self.fed_F.tolist()
@@ -179,8 +177,7 @@ class Decoder:
         else:
             self._processors.counts = None
             sampled = sample(logits_BV, self._sampling, positions_B)
-        output_2B = mx.stack([sampled.tokens_B, sampled.logprobs_B.view(mx.int32)])
-        self.in_flight = Step(sequences=rows, sampled=sampled, output_2B=output_2B, fed_F=forward.fed_F)
+        self.in_flight = Step(sequences=rows, sampled=sampled, fed_F=forward.fed_F)
         return self.in_flight.arrays()
 
     def _newest_tokens(self, sequences: list[Sequence]) -> mx.array:

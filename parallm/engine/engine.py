@@ -351,7 +351,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def _not_finite(adapter: Adapter | None) -> NotFinite:
     if adapter is None:
-        return NotFinite("the base computes numbers that are not finite for this prompt; try model.dtype=float32")
+        return NotFinite(
+            "the base computes numbers that are not finite for this prompt; try model.dtype=bfloat16 or float32"
+        )
     return NotFinite(
         f"with {versioned(*adapter.key)} the model computes numbers that are not finite, so no token can be sampled; "
         "ask another model, or load other weights under this name"

@@ -18,6 +18,7 @@ from parallm.model.kernels.cuda import has_kernels, listed_kernels
 from parallm.model.kernels.page_copy import copy_pages
 from parallm.model.kernels.page_write import PAGE
 from parallm.model.kernels.slot_copy import can_copy, copy_out, copy_to_slots
+from parallm.model.kernels.token_draw import draw_tokens, score_tokens
 from parallm.model.kernels.token_filter import ends_by_kernel, weights_by_kernel
 from parallm.model.logprobs import softmax_of
 from parallm.model.lora.linear import merged_linears
@@ -48,8 +49,7 @@ def engine_kernels(model: SharedModel, adapter: Adapter, settings: EngineSetting
         else:
             for rows, positions in SHAPES:
                 _step(model, prompts, BufferShape(rows, positions))
-        softmax, limits_1 = softmax_of(model.head(hidden_1TH[0, :1]), mx.ones(1)), mx.ones(1, mx.uint64)
-        weights_by_kernel(softmax, *ends_by_kernel(softmax, limits_1, limits_1), mx.ones(1))
+        _sampling(model.head(hidden_1TH[0, :1]))
         buckets = sorted({row_bucket(rows) for rows in range(1, MAX_BUCKET + 1)})
         for lora in (None, *_loras(model, adapter)):
             for merged in {merged.form(lora): merged for merged in merged_linears(model.base)}.values():
@@ -82,6 +82,17 @@ def _paged_step(model: SharedModel, rows: int, positions: int) -> None:
     layers = make_pools(model, 1)
     copy_pages([array for layer in layers for array in layer], [0], [0])
     model.hidden(lengths_B[:, None], [PagedCache(metadata, layer) for layer in layers], None)
+
+
+def _sampling(logits_1V: mx.array) -> None:
+    """Build the graph of sampling: as it comes, and from logits that are processed, which are float32, and filtered."""
+    ones_1, limits_1 = mx.ones(1), mx.ones(1, mx.uint64)
+    for chosen_1V in (logits_1V, logits_1V.astype(mx.float32)):
+        for uniforms_12 in (None, mx.zeros((1, 2))):
+            draw_tokens(chosen_1V, ones_1, uniforms_12)
+    score_tokens(logits_1V, ones_1, mx.zeros(1, mx.int32))
+    softmax = softmax_of(logits_1V, ones_1)
+    weights_by_kernel(softmax, *ends_by_kernel(softmax, limits_1, limits_1), ones_1)
 
 
 def _loras(model: SharedModel, adapter: Adapter) -> list[SegmentedLora]:

@@ -198,7 +198,7 @@ class Learner(AdapterLearner):
         gradient_N: mx.array | None = None
         for chosen, key in self._rounds_of(batches, step):
             result = self._gradient(weights.lora, chosen, key)
-            more_N = weights.join(result.gradients)
+            more_N = weights.join(result.gradients, result.scale)
             gradient_N = more_N if gradient_N is None else gradient_N + more_N
             yield Round(batches=chosen, result=result, norm=mx.linalg.norm(more_N), gradient_N=gradient_N)
 

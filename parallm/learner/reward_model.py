@@ -195,12 +195,12 @@ class RewardLearner(AdapterLearner):
             lora = training_lora(single_lora(traced, scaling), self.adapter.dropout, key)
             with checkpointed(self._model, self._checkpoints):
                 scores = self._streams.run(lambda batch: self._scores(batch, lora, traced[REWARD_HEAD]), batches)
-            losses = self._streams.run(
-                lambda scored: weight * self._loss(*scored), list(zip(batches, scores, strict=True))
-            )
+            losses = self._streams.run(lambda scored: self._loss(*scored), list(zip(batches, scores, strict=True)))
             return sum(losses[1:], losses[0]), scores
 
         (loss, scores), gradients = mx.value_and_grad(loss_of)(dict(self.adapter.arrays))
+        # only now: a float16 base would round the gradients of a small share of the loss
+        loss, gradients = weight * loss, {name: weight * gradient for name, gradient in gradients.items()}
         mx.eval(gradients, loss, scores)
         return gradients, loss, scores
 

@@ -34,6 +34,7 @@ from parallm.model.lora.linear import LoraContext, merge_linears
 from parallm.model.lora.targets import InputRecorder, install_lora
 from parallm.model.patches.forward import find_trunk, install_forward
 from parallm.model.patches.rotary import install_rotary
+from parallm.model.precision import is_in_range, may_be_float16
 from parallm.model.quantized import arrange_quantized, cast, check_experts, choose_dtype
 from parallm.model.settings import ModelSettings
 from parallm.model.shared_model import SharedModel, can_batch
@@ -56,13 +57,25 @@ def load_shared_model(settings: ModelSettings) -> SharedModel:
     folder = find_folder(settings.path)
     base, config = load_base(folder, settings.path, trusted=settings.trust_remote_code)
     tokenizer = _load_tokenizer(folder, config, trusted=settings.trust_remote_code)
+    if settings.dtype == "auto" and may_be_float16(base):
+        model = share_model(base, config, tokenizer, settings, computed=mx.float16)
+        if is_in_range(model):
+            return model
+        logger.info("%s computes in bfloat16: its hidden states need more than the range of float16", settings.path)
+        base, config = load_base(folder, settings.path, trusted=settings.trust_remote_code)
     return share_model(base, config, tokenizer, settings)
 
 
 def share_model(
-    base: nn.Module, config: Mapping[str, Any], tokenizer: ChatTokenizer, settings: ModelSettings
+    base: nn.Module,
+    config: Mapping[str, Any],
+    tokenizer: ChatTokenizer,
+    settings: ModelSettings,
+    *,
+    computed: mx.Dtype | None = None,
 ) -> SharedModel:
-    """Freeze and evaluate a model of mlx-lm, and make its linear layers LoRA targets. `config` is its config.json.
+    """Freeze and evaluate a model of mlx-lm, and make its linear layers LoRA targets. `config` is its config.json,
+    `computed` the type that it computes in if not `settings.dtype`.
 
     Raises AdapterError for targets that the model does not have, ModelError for a way to keep quantized weights of a
     model that has none, and for a model that cannot compute on this device.
@@ -72,6 +85,9 @@ def share_model(
     check_experts(base, settings.quantized, dtype, model_type)
     cast(base, dtype)
     sha256 = fingerprint(base)  # of what is stored, however it is kept here
+    if computed is not None:
+        dtype = computed
+        cast(base, dtype)
     arrange_quantized(base, settings.quantized, dtype)
     _freeze(base, settings.path, model_type)
     install_forward(base)
@@ -241,7 +257,7 @@ def _checked_split(model: SharedModel, model_type: str) -> SharedModel:
     whole_TV = model.base(tokens_1T, cache=model.make_cache())[0]
     try:
         split_TV = model.head(model.hidden(tokens_1T, model.make_cache(), None)[0])
-        if model.trunk_owner is not None and mx.array_equal(whole_TV, split_TV):
+        if model.trunk_owner is not None and mx.array_equal(whole_TV, split_TV, equal_nan=True):
             return model
     except (TypeError, ValueError, AttributeError, IndexError) as error:
         logger.debug("not split: %s", error)  # the trunk of this architecture is called in some other way

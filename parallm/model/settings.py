@@ -42,7 +42,8 @@ class BaseSettings:
     trust_remote_code: bool = False
     """Run code that the model's folder brings along: its class (`model_file` in config.json), its tokenizer's."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Type of the weights and of what is computed with them. `auto`: float32 on a CPU, as stored elsewhere."""
+    """Type of the weights and of what is computed with them. `auto`: float32 on a CPU; elsewhere as stored, but
+    on CUDA float16 in place of bfloat16 if its range is enough, because engine and learner then agree better."""
     adapter: str | None = None
     """LoRA adapter: a run (its best version by evaluation, else the newest), RUN@VERSION, RUN@newest, a checkpoint, or
     the folder of an adapter in mlx-lm's or PEFT's format."""

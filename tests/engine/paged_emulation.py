@@ -94,6 +94,7 @@ def install_pages(monkeypatch: pytest.MonkeyPatch) -> PoolsInNumpy:
     monkeypatch.setattr(paged_cache, "fits", lambda *_: True)
     monkeypatch.setattr(paged_cache, "append_and_attend", pools.append_and_attend)
     monkeypatch.setattr(paged_batch, "copy_pages", pools.copy_pages)
+    monkeypatch.setattr(flat_prefill, "fits_pages", lambda *_: True)
     monkeypatch.setattr(flat_prefill, "write_pages", pools.write_pages)
     monkeypatch.setattr(flat_prefill, "attend_pages", pools.attend_pages)
     monkeypatch.setattr(flash_attention, "kernel", fake_kernel)

@@ -1,4 +1,5 @@
-"""Casting leaves alone what mlx-lm keeps as it is stored: the numbers are those of mlx-lm's own forward."""
+"""Casting leaves alone what mlx-lm keeps as it is stored, so numbers are those of mlx-lm's own forward. On CUDA a base
+in bfloat16 computes in float16."""
 
 import json
 import shutil
@@ -16,6 +17,7 @@ from parallm.errors import ModelError
 from parallm.model.adapters.adapter import Adapter
 from parallm.model.adapters.fuse import fuse
 from parallm.model.load import load_base, load_shared_model
+from parallm.model.precision import may_be_float16
 from parallm.model.quantized import arrange_quantized, stored_dtype
 from parallm.model.settings import LoraSettings, ModelSettings
 from parallm.model.shared_model import SharedModel
@@ -47,6 +49,27 @@ def half_model(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempP
         return folder
 
     return make
+
+
+@pytest.fixture
+def stored_half(tiny_model: Callable[[str], Path], tmp_path: Path) -> Callable[..., Path]:
+    """A llama's folder in bfloat16, its embeddings times a factor."""
+
+    def make(factor: float = 1.0) -> Path:
+        folder = tmp_path / f"llama-{factor}"
+        shutil.copytree(tiny_model("llama"), folder)
+        arrays = dict(tree_flatten(load_model(folder)[0].parameters()))
+        arrays["model.embed_tokens.weight"] *= factor
+        arrays = {name: array.astype(mx.bfloat16) for name, array in arrays.items()}
+        mx.save_safetensors(str(folder / "model.safetensors"), arrays, metadata={"format": "mlx"})
+        return folder
+
+    return make
+
+
+@pytest.fixture
+def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("parallm.model.precision.on_cuda", lambda: True)
 
 
 def half(name: str, array: mx.array, kept: set[str]) -> mx.array:
@@ -111,3 +134,36 @@ def test_a_mixture_in_16_bits_on_a_cpu_is_refused_before_its_weights_are_read(
     monkeypatch.setattr("parallm.model.load.fingerprint", lambda _: pytest.fail("weights were read"))
     with pytest.raises(ModelError, match=rf"model\.dtype={dtype}: lfm2_moe has experts.*CPU; set model\.dtype=float32"):
         load(half_model("lfm2_moe", packs=packs), dtype=dtype)
+
+
+def test_on_cuda_a_base_in_bfloat16_computes_in_float16(on_cuda: None, stored_half: Callable[..., Path]) -> None:
+    folder = stored_half()
+    model, exact, coarse = load(folder), load(folder, dtype="float32"), load(folder, dtype="bfloat16")
+    found, expected, rounded = (
+        each.head(each.hidden(TOKENS, each.make_cache(), None)[0]).astype(mx.float32) for each in (model, exact, coarse)
+    )
+    assert (model.dtype, model.sha256) == (mx.float16, exact.sha256)  # of what `auto` chooses without it
+    assert mx.linalg.norm(found - expected).item() <= 0.25 * mx.linalg.norm(rounded - expected).item()
+
+
+@pytest.mark.parametrize("factor", [2e4, 1e6])
+def test_on_cuda_a_base_beyond_the_range_of_float16_computes_as_without_it(
+    on_cuda: None, stored_half: Callable[..., Path], factor: float
+) -> None:
+    assert load(stored_half(1e3)).dtype == mx.float16
+    assert load(stored_half(factor)).dtype == mx.float32  # as `auto` does on a CPU
+
+
+def test_a_type_that_is_asked_for_is_the_type(on_cuda: None, stored_half: Callable[..., Path]) -> None:
+    assert load(stored_half(), dtype="bfloat16").dtype == mx.bfloat16
+
+
+def test_only_plain_bases_in_bfloat16_are_tried(
+    on_cuda: None,
+    stored_half: Callable[..., Path],
+    tiny_model: Callable[[str], Path],
+    tiny_quantized: Callable[..., Path],
+) -> None:
+    assert may_be_float16(load_base(stored_half(), "")[0])
+    assert not may_be_float16(load_base(tiny_model("llama"), "")[0])  # in float32
+    assert not may_be_float16(load_base(tiny_quantized("llama", bits=4), "")[0])

@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from parallm.engine.sampling.filters import Filters, filtered, filters_of
-from parallm.model.kernels.cuda import interned_array
+from parallm.model.kernels.cuda import has_kernels, interned_array
+from parallm.model.kernels.token_draw import draw_tokens, score_tokens
 from parallm.model.logprobs import Softmax, softmax_of
 from parallm.model.shared_model import SharedModel
 from parallm.seeds import mix_all
@@ -31,9 +32,14 @@ class SampledTokens:
     """Lazy arrays of one step."""
 
     tokens_B: mx.array
-    logprobs_B: mx.array
+    output_2B: mx.array
+    """The tokens, and the bits of their log-probabilities, int32: one array to read that no further step uses."""
     top: Sequence[mx.array]
     """See `alternatives`."""
+
+    def logprobs(self) -> mx.array:
+        """(B,)."""
+        return self.output_2B[1].view(mx.float32)
 
 
 class Noise:
@@ -93,6 +99,8 @@ def sample(
     it samples in place of the policy's logits. Log-probabilities are float32, after temperature and before logits
     processors, top-k, top-p and min-p: those of the policy itself.
     """
+    if has_kernels():
+        return _sample_by_kernel(logits_BV, rows, positions_B, processed_BV)
     softmax = softmax_of(logits_BV, rows.temperatures_B)
     chosen = softmax if processed_BV is None else softmax_of(processed_BV, rows.temperatures_B)
     if rows.all_greedy:
@@ -103,7 +111,25 @@ def sample(
         if rows.greedy_B is not None:
             tokens_B = mx.where(rows.greedy_B, _most_likely(chosen), tokens_B)
     logprobs_B = softmax.logprobs(tokens_B[:, None])[:, 0]
-    return SampledTokens(tokens_B=tokens_B, logprobs_B=logprobs_B, top=alternatives(softmax, rows.max_alternatives))
+    output_2B = mx.stack([tokens_B, logprobs_B.view(mx.int32)])
+    return SampledTokens(tokens_B=tokens_B, output_2B=output_2B, top=alternatives(softmax, rows.max_alternatives))
+
+
+def _sample_by_kernel(
+    logits_BV: mx.array, rows: RowSampling, positions_B: Sequence[int], processed_BV: mx.array | None
+) -> SampledTokens:
+    """`sample`; a filtered token is one of logit minus infinity."""
+    chosen_BV = logits_BV if processed_BV is None else processed_BV
+    if rows.filters:
+        weights_BV = filtered(softmax_of(chosen_BV, rows.temperatures_B), rows.filters)
+        chosen_BV = mx.where(weights_BV > 0, chosen_BV, -mx.inf)
+    uniforms_B2 = None if rows.all_greedy else rows.noise.uniforms(positions_B)
+    tokens_B, output_2B = draw_tokens(chosen_BV, rows.temperatures_B, uniforms_B2)
+    if chosen_BV is not logits_BV:
+        output_2B = score_tokens(logits_BV, rows.temperatures_B, tokens_B)
+    count = rows.max_alternatives
+    top = alternatives(softmax_of(logits_BV, rows.temperatures_B), count) if count else ()
+    return SampledTokens(tokens_B=tokens_B, output_2B=output_2B, top=top)
 
 
 def _most_likely(softmax: Softmax) -> mx.array:

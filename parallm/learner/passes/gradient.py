@@ -8,6 +8,7 @@ The logits of all tokens never exist together.
 Axes: M computed tokens, N completion tokens, H hidden.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate, chain, groupby, zip_longest
@@ -35,6 +36,7 @@ from parallm.model.lora.single import LoraScaling, SingleLora, single_lora
 from parallm.model.shared_model import SharedModel
 
 LAST_LAYER_PARTS = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
+MIN_SHARE = 2.0**-40  # of a token in a loss: all shares are smaller where advantages are zero
 FIRST = 8  # the gradients of the last eighth of the layers are evaluated first
 
 
@@ -62,6 +64,9 @@ class PassResult:
     """The result of a pass, not evaluated: first the stages in order, then the rest."""
 
     gradients: list[mx.array]
+    """Times `scale`."""
+    scale: float
+    """A power of two; see `gradient_scale`."""
     statistics: list[TokenStatistics]
     stages: Stages
     first: list[mx.array]
@@ -94,14 +99,14 @@ class PolicyGradient:
 
         Not evaluated.
         """
-        structure = policy.structure()
+        structure, scale = policy.structure(), gradient_scale(self._model.dtype, batches)
 
         def surrogate(traced: list[mx.array]) -> tuple[mx.array, Any]:
             lora = training_lora(structure.lora(traced), self._dropout, key)
             with checkpointed(self._model, self._checkpoints):
                 hidden = self._streams.run(lambda batch: self._hidden(batch, lora), batches)
             pairs = list(zip(hidden, batches, strict=True))
-            losses = self._streams.run(lambda pair: self._loss(mx.stop_gradient(pair[0]), pair[1]), pairs)
+            losses = self._streams.run(lambda pair: self._loss(mx.stop_gradient(pair[0]), pair[1], scale), pairs)
             # d(sum hidden x gradient) / d(arrays) is the chain rule after the head
             products = self._streams.run(
                 lambda pair: (pair[0] * pair[1][0]).sum(), list(zip(hidden, losses, strict=True))
@@ -112,6 +117,7 @@ class PolicyGradient:
         names = [field.name for field in fields(TokenStatistics)]
         return PassResult(
             gradients=gradients,
+            scale=scale,
             statistics=[TokenStatistics(**dict(zip(names, values, strict=True))) for values, _ in raw_results],
             stages=_interleave([stages for _, stages in raw_results]),
             first=_last_layer_gradients(gradients, structure.target_of_each()),
@@ -137,8 +143,8 @@ class PolicyGradient:
             return packed_hidden(self._model, inputs_M, batch.segments, lora)[sources_N]
         return self._model.hidden(inputs_M[None], None, lora)[0, sources_N]
 
-    def _loss(self, hidden_NH: mx.array, batch: MicroBatch) -> tuple[mx.array, TokenStatistics, Stages]:
-        """Gradient of the loss with respect to `hidden_NH`, statistics, and the stages to evaluate first."""
+    def _loss(self, hidden_NH: mx.array, batch: MicroBatch, scale: float) -> tuple[mx.array, TokenStatistics, Stages]:
+        """Gradient of `scale` x the loss with respect to `hidden_NH`, statistics, and the stages to evaluate first."""
         has_bonus = self._objective.entropy_coefficient > 0
         scores = self._score(hidden_NH, batch, wants_slopes=not has_bonus)
         inputs = self._inputs(batch, scores)
@@ -155,6 +161,8 @@ class PolicyGradient:
             if inputs.reference_N is None
             else kl_k3(inputs.reference_N, scores.logprobs_N),
         )
+        if scale != 1:
+            gradient_N, entropy_gradient_N = gradient_N * scale, entropy_gradient_N * scale
         hidden_gradient_NH, stages = self._head.backward(scores, gradient_N, entropy_gradient_N if has_bonus else None)
         return hidden_gradient_NH, statistics, scores.stages + stages
 
@@ -175,6 +183,20 @@ class PolicyGradient:
             reference_N=None if batch.base_N is None else mx.array(batch.base_N),
             entropy_threshold=batch.entropy_threshold,
         )
+
+
+def gradient_scale(dtype: mx.Dtype, batches: Sequence[MicroBatch]) -> float:
+    """Factor of the loss of `batches` while it is differentiated, a power of two (as loss scaling,
+    https://arxiv.org/abs/1710.03740).
+
+    A token's share of a step's loss, such as 1e-5, and all that follows from it would be among float16's smallest
+    numbers, which have few digits. With the factor the largest share is about 1. Other types have the range.
+    """
+    if dtype != mx.float16:
+        return 1.0
+    shares = [np.abs(batch.weights_N * batch.advantages_N).max(initial=0.0) for batch in batches]
+    largest = float(max(shares, default=0.0))
+    return 2.0 ** -math.ceil(math.log2(largest)) if MIN_SHARE < largest < math.inf else 1.0
 
 
 def _last_layer_gradients(gradients: Sequence[mx.array], targets: Sequence[str]) -> list[mx.array]:
@@ -253,11 +275,12 @@ class LoraWeights:
         if not on_cuda():  # with CUDA the first pass computes them; on CPUs streams would wait for each other at each
             mx.eval(self.lora.arrays())
 
-    def join(self, gradients: Sequence[mx.array]) -> mx.array:
-        """Gradients of `lora.arrays()` as one vector (N,), float32."""
+    def join(self, gradients: Sequence[mx.array], scale: float = 1.0) -> mx.array:
+        """Gradients of `lora.arrays()`, which are times `scale`, as one vector (N,), float32, without it."""
         by_type = [list(group) for _, group in groupby(gradients, key=lambda array: array.dtype)]  # one cast per type
         flat = [mx.concatenate([array.reshape(-1) for array in group]).astype(mx.float32) for group in by_type]
-        return flat[0] if len(flat) == 1 else mx.concatenate(flat)
+        joined_N = flat[0] if len(flat) == 1 else mx.concatenate(flat)
+        return joined_N if scale == 1 else joined_N / scale
 
     def backward(self, gradient_N: mx.array, layout: ParameterLayout) -> mx.array:
         """The gradient of the adapter's arrays in `layout`, given that of the effective weights."""

@@ -11,27 +11,46 @@ from collections.abc import Mapping
 import mlx.core as mx
 import mlx.nn as nn
 
+from parallm.errors import AdapterError
 from parallm.model.adapters.adapter import Adapter
 from parallm.model.lora.linear import LoraLinear
 from parallm.model.lora.single import LoraScaling
 from parallm.model.quantized import unpacked
 from parallm.model.shared_model import SharedModel
 
+FLOAT16_SHIFT = 64.0
+"""B of a young adapter, about the learning rate, is too small for float16's digits; A has some to give."""
+
 
 def lora_scaling(adapter: Adapter, model: SharedModel) -> LoraScaling:
-    """The scaling of `adapter` on this base. Evaluated; DoRA takes a pass over the weights."""
+    """The scaling of `adapter` on this base. Evaluated; DoRA takes a pass over the weights. Raises AdapterError if the
+    base's type cannot hold it."""
     scales = adapter.scales
-    # No activation has to be widened beside a bfloat16 base; float16 has too small a range for LoRA weights
-    dtype = mx.bfloat16 if model.dtype == mx.bfloat16 else mx.float32
+    dtype = model.dtype if model.dtype.size == 2 else mx.float32  # beside 16 bits no activation has to be widened
+    shift = FLOAT16_SHIFT if dtype == mx.float16 else 1.0
+    if dtype == mx.float16:
+        _check_range(adapter)
     if not adapter.is_dora:
-        return LoraScaling(scales, {}, dtype, model.joined)
+        return LoraScaling(scales, {}, dtype, model.joined, shift)
     layers = _layers(model.base)
     norms: dict[str, mx.array] = {}
     for target in adapter.targets:
         a_IR, b_RO = adapter.arrays[f"{target}.lora_a"], adapter.arrays[f"{target}.lora_b"]
         norms[target] = mx.linalg.norm(_weight(layers[target]) + (a_IR @ (b_RO * scales[target])).T, axis=1)
     mx.eval(norms)
-    return LoraScaling(scales, norms, dtype, model.joined)
+    return LoraScaling(scales, norms, dtype, model.joined, shift)
+
+
+def _check_range(adapter: Adapter) -> None:
+    """Raise AdapterError if float16 cannot hold an array of `adapter` with its scale: rows of several versions share
+    products, in which an infinite factor would reach the others."""
+    largest = mx.stack([mx.abs(array).max() for name, array in adapter.arrays.items() if name.endswith(".lora_b")])
+    limit = float(mx.finfo(mx.float16).max) / FLOAT16_SHIFT
+    if (reached := float(largest.max().item()) * adapter.max_scale) > limit:
+        raise AdapterError(
+            f"{adapter.name}@{adapter.version}: its B times its scale reaches {reached:.3g}, beside a base in float16 "
+            f"at most {limit:.0f} is possible; set model.dtype=bfloat16"
+        )
 
 
 def initial_magnitudes(model: SharedModel) -> dict[str, mx.array]:

@@ -25,6 +25,8 @@ class LoraScaling:
     """Type of LoRA weights in a forward. The arrays that are trained stay float32."""
     joined: Sequence[tuple[str, ...]] = ()
     """Targets that get the same input, such as queries, keys and values."""
+    shift: float = 1.0
+    """A power of two by which B is multiplied and A is divided: their product is the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +151,11 @@ def single_lora(arrays: Mapping[str, mx.array], scaling: LoraScaling, *, widens:
     """
     targets = [name.removesuffix(".lora_a") for name in arrays if name.endswith(".lora_a")]
     ranks = {target: _computed_rank(arrays[f"{target}.lora_a"].shape[1]) for target in targets}
-    a_IR = {target: padded(arrays[f"{target}.lora_a"], 1, 0, ranks[target]).astype(scaling.dtype) for target in targets}
+    a_IR = {target: arrays[f"{target}.lora_a"] for target in targets}
+    if scaling.shift != 1:
+        a_IR = {target: array / scaling.shift for target, array in a_IR.items()}
+    a_IR = {target: padded(array, 1, 0, ranks[target]).astype(scaling.dtype) for target, array in a_IR.items()}
+    factors = {target: scaling.scales[target] * scaling.shift for target in targets}
     groups = [{target: a_IR[target] for target in group} for group in _present(scaling.joined, a_IR)]
     # for each B: zeros before its rows, and its number of rows
     rows = {target: (0, ranks[target]) for target in targets}
@@ -166,7 +172,7 @@ def single_lora(arrays: Mapping[str, mx.array], scaling: LoraScaling, *, widens:
     return SingleLora(
         a_IR,
         {
-            target: padded(arrays[f"{target}.lora_b"] * scaling.scales[target], 0, *rows[target]).astype(scaling.dtype)
+            target: padded(arrays[f"{target}.lora_b"] * factors[target], 0, *rows[target]).astype(scaling.dtype)
             for target in targets
         },
         {target: arrays[f"{target}.m"] / norm_O - 1 for target, norm_O in scaling.norms_O.items()},

@@ -8,7 +8,7 @@ from bench.compare import in_turns, print_table, ratio
 from bench.measurement import Bar, Figures, Request, has_gpu, measurement
 from bench.processes import blas_name, work
 
-COLUMNS = ("blas", "strict", "tokens", "bit_equal_fraction", "mean_abs", "max_abs", "kl")
+COLUMNS = ("blas", "strict", "dtype", "tokens", "bit_equal_fraction", "mean_abs", "max_abs", "kl")
 SIZES = ("mean_abs", "max_abs", "kl")
 
 
@@ -49,6 +49,37 @@ def parity_bfloat16(request: Request) -> Figures:
     found = work("parity", model="nano", data=None, tokens=request.size(10_000, 1000), dtype="bfloat16")
     show_parity({"nano, bfloat16": found})
     return {f"parity.bfloat16.{size}": found[size] for size in SIZES}
+
+
+@measurement(
+    {
+        "gpu.parity.mathling_k3": Bar(max=5e-5, needs="gpu model"),
+        "gpu.parity.mathling_1024_rows_k3": Bar(max=5e-5, needs="gpu model"),
+        "gpu.parity.mathling_bfloat16_k3": Bar(),
+        "gpu.parity.0.5b_k3": Bar(max=1e-4, needs="gpu"),
+        "gpu.parity.0.5b_bfloat16_k3": Bar(),
+    },
+    minutes=3,
+    needs="gpu",
+)
+def parity_on_gpu(request: Request) -> Figures:
+    """k3 of a trained model and of random weights at 4,096 tokens, as they are computed by default, which `dtype`
+    shows, and in bfloat16."""
+    shape = {"shape": "0.5b", "tokens": request.size(32_768, 8192), "length": 4096}
+    found = {
+        "0.5b": work("parity", dtype="float16", **shape),
+        "0.5b_bfloat16": work("parity", dtype="bfloat16", **shape),
+    }
+    if request.model != "nano":
+        model = {"model": request.model, "data": request.data, "tokens": request.size(10_000, 4000)}
+        found |= {
+            "mathling": work("parity", **model),
+            "mathling_1024_rows": work("parity", **model, rows=1024),
+            "mathling_bfloat16": work("parity", **model, dtype="bfloat16"),
+        }
+    show_parity(found)
+    names = ("mathling", "mathling_1024_rows", "mathling_bfloat16", "0.5b", "0.5b_bfloat16")
+    return {f"gpu.parity.{name}_k3": found[name]["kl"] if name in found else None for name in names}
 
 
 def show_parity(found: Mapping[str, Mapping[str, Any]]) -> None:

@@ -15,13 +15,24 @@ ROWS = 48
 SECONDS_BETWEEN = 0.05
 
 
-async def main(*, model: str, data: str | None, tokens: int, dtype: str = "auto") -> dict[str, float | str | bool]:
+async def main(
+    *,
+    model: str = "nano",
+    data: str | None = None,
+    tokens: int,
+    dtype: str = "auto",
+    shape: str | None = None,
+    rows: int = ROWS,
+    length: int | None = None,
+) -> dict[str, float | str | bool]:
+    """A `shape` has random weights. Completions end by themselves, or after `length` tokens."""
     generator = random.Random(0)
     groups: list[TrajectoryGroup] = []
-    async with open_workbench(model=model, dtype=dtype, rows=ROWS) as bench:
+    async with open_workbench(model=model, shape=shape, dtype=dtype, rows=rows) as bench:
         while sum(len(one.tokens) for group in groups for one in group.trajectories) < tokens:
-            groups += await sample_ragged(bench, f"parity-{len(groups)}", data, tokens, generator)
-        report = await bench.update(await bench.make_learner(0.0), groups, 0, MAX_TOKENS)
+            groups += await sample_ragged(bench, f"parity-{len(groups)}", data, tokens, generator, length)
+        report = await bench.update(await bench.make_learner(0.0), groups, 0, length or MAX_TOKENS)
+        computed = str(bench.model.dtype).removeprefix("mlx.core.")
     parity = report.parity
     return {
         "tokens": parity.num_tokens,
@@ -31,19 +42,21 @@ async def main(*, model: str, data: str | None, tokens: int, dtype: str = "auto"
         "kl": report.kl_to_behaviour,
         "blas": package.BLAS.name,
         "strict": package.BLAS.strict,
+        "dtype": computed,
     }
 
 
 async def sample_ragged(
-    bench: Workbench, name: str, data: str | None, tokens: int, generator: random.Random
+    bench: Workbench, name: str, data: str | None, tokens: int, generator: random.Random, length: int | None
 ) -> list[TrajectoryGroup]:
     """One request a problem, each at another moment and with another limit: rows come and go all the time."""
-    count = min(MAX_PROBLEMS, math.ceil(tokens / (TYPICAL_TOKENS * GROUP_SIZE)))
+    count = min(MAX_PROBLEMS, math.ceil(tokens / ((length or TYPICAL_TOKENS) * GROUP_SIZE)))
     requests = [
         replace(
             request,
             sampling=SamplingParams(
-                max_tokens=generator.randint(8, MAX_TOKENS),
+                max_tokens=length or generator.randint(8, MAX_TOKENS),
+                ignore_eos=length is not None,
                 temperature=generator.choice((1.0, 1.0, 0.7)),
                 seed=generator.getrandbits(63),
             ),

@@ -20,7 +20,7 @@ def random_base(shape: Shape) -> nn.Module:
     return base
 
 
-def random_model(shape: Shape) -> SharedModel:
-    """The same, as our engine and our learner use it."""
-    tokenizer = ChatTokenizer(load_tokenizer(NANO))
-    return share_model(random_base(shape), shape, tokenizer, ModelSettings())
+def random_model(shape: Shape, dtype: str = "auto") -> SharedModel:
+    """The same, as our engine and our learner use it; `auto` is as `random_base` says."""
+    tokenizer, settings = ChatTokenizer(load_tokenizer(NANO)), ModelSettings(dtype=dtype)  # type: ignore[arg-type]
+    return share_model(random_base(shape), shape, tokenizer, settings)

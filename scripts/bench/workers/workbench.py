@@ -112,7 +112,7 @@ async def open_workbench(
 
     def load() -> SharedModel:
         if shape is not None:
-            return random_model(SHAPES[shape])
+            return random_model(SHAPES[shape], dtype)
         return load_shared_model(
             ModelSettings(path=model, dtype=dtype, quantized=quantized)  # type: ignore[arg-type]  # it checks
         )

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from parallm.learner.loss.objective import PRESETS, Objective, token_weight
 from parallm.learner.loss.policy_loss import LossInputs, objective_loss
 from parallm.learner.optimizer import ParameterLayout
 from parallm.learner.passes.batch import make_micro_batches
-from parallm.learner.passes.gradient import LoraWeights, PolicyGradient
+from parallm.learner.passes.gradient import LoraWeights, PolicyGradient, gradient_scale
 from parallm.learner.passes.recomputation import checkpointed
 from parallm.learner.passes.scoring import ScoredStep, score_step
 from parallm.model.adapters.adapter import Adapter
@@ -144,7 +145,7 @@ def chunked(
     for start in range(0, len(batches), streams.width):
         chosen = batches[start : start + streams.width]
         part = gradient(factors.lora, chosen, mx.random.key(0))
-        total_N = total_N + factors.join(part.gradients)
+        total_N = total_N + factors.join(part.gradients, part.scale)
         loss += sum(float(one.loss.item()) for one in part.statistics)
     return loss, layout.split(factors.backward(total_N, layout))
 
@@ -278,6 +279,50 @@ def test_checkpointed_layers_drop_the_same_inputs_again(
     )
     assert_close(again, kept)
     assert chunked(model, streams, adapter, groups)[0] != kept[0]
+
+
+@pytest.fixture
+def share_of_a_long_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token's weight as in a step of a million tokens."""
+    weight = token_weight
+    monkeypatch.setattr("parallm.learner.passes.batch.token_weight", lambda *a, **k: weight(*a, **k) / 2**14)
+
+
+@pytest.mark.parametrize("name", ["grpo", "gspo"])
+def test_in_float16_the_gradient_of_a_long_step_keeps_its_digits(
+    share_of_a_long_step: None,
+    tiny_model: Callable[[str], Path],
+    streams: DeviceStreams,
+    make_start: Callable[..., Adapter],
+    groups: list[TrajectoryGroup],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+) -> None:
+    model, exact = (
+        load_shared_model(ModelSettings(path=str(tiny_model("qwen3")), dtype=dtype, lora=LoraSettings(rank=4)))
+        for dtype in ("float16", "float32")
+    )
+    adapter, objective = make_start(exact), PRESETS[name]
+
+    def gradient(model: SharedModel) -> mx.array:
+        return mx.concatenate(
+            [g.reshape(-1) for g in chunked(model, streams, adapter, groups, objective=objective)[1].values()]
+        )
+
+    expected = gradient(exact)
+    error = mx.linalg.norm(gradient(model) - expected).item()
+    monkeypatch.setattr("parallm.learner.passes.gradient.gradient_scale", lambda *_: 1.0)
+    control = mx.linalg.norm(gradient(model) - expected).item()
+    assert error <= 1e-2 * mx.linalg.norm(expected).item()
+    assert control >= 5 * error
+
+
+def test_the_largest_share_of_a_loss_is_scaled_to_about_one_in_float16_alone(groups: list[TrajectoryGroup]) -> None:
+    batches = make_micro_batches(groups, PRESETS["grpo"], max_tokens=MAX_TOKENS, budget=64, packs=True)
+    largest = max(float(np.abs(batch.weights_N * batch.advantages_N).max()) for batch in batches)
+    assert 0.5 < gradient_scale(mx.float16, batches) * largest <= 1
+    assert gradient_scale(mx.bfloat16, batches) == gradient_scale(mx.float16, []) == 1
+    assert gradient_scale(mx.float16, [replace(batches[0], advantages_N=0 * batches[0].advantages_N)]) == 1
 
 
 def test_checkpointed_layers_keep_less(nano: SharedModel, streams: DeviceStreams) -> None:

@@ -21,6 +21,7 @@ from parallm.model.kernels.page_write import PAGE, write_pages
 from parallm.model.kernels.rotary import Rotation, rotated
 from parallm.model.kernels.segmented_lora import GroupOutput, ShrinkOutput, shrink
 from parallm.model.kernels.swiglu import fused_swiglu, swiglu_of_halves
+from parallm.model.kernels.token_draw import draw_tokens, score_tokens
 from parallm.model.kernels.token_filter import ends_by_kernel, weights_by_kernel
 from parallm.model.logprobs import softmax_of
 from parallm.model.lora.segmented import order_rows
@@ -131,7 +132,14 @@ def score(dtype: mx.Dtype, entropy: mx.array | None) -> None:
     scores.gradient(mx.ones(3), entropy)
 
 
-def draw(dtype: mx.Dtype) -> None:
+def draw(dtype: mx.Dtype, *, vocabulary: int) -> None:
+    logits, temperatures = mx.zeros((3, vocabulary), dtype), mx.ones(3)
+    draw_tokens(logits, temperatures, None)
+    draw_tokens(logits, temperatures, mx.zeros((3, 2)))
+    score_tokens(logits, temperatures, mx.zeros(3, mx.int32))
+
+
+def filter_tokens(dtype: mx.Dtype) -> None:
     softmax, limits_R = softmax_of(mx.zeros((3, 500), dtype), mx.ones(3)), mx.ones(3, mx.uint64)
     weights_by_kernel(softmax, *ends_by_kernel(softmax, limits_R, limits_R), mx.ones(3))
 
@@ -154,8 +162,8 @@ def prefill(dtype: mx.Dtype, rotation: Rotation | None = None) -> None:
         rotary = RotaryAngles(angles=rotation.angles(mx.arange(100)), traditional=rotation.traditional)
     heads_M = [part.reshape(100, 1, -1, 64).transpose(0, 2, 1, 3) for part in columns_of(heads, [256, 128, 128])]
     turned = write_pages(heads_M, pool, pool, mx.arange(100), rotary)
-    tiles = mx.array(page_tiles([(60, 0), (30, 64)], 100, 2, 64).astype(np.int32))
-    attend_pages(turned, pool, pool, mx.array([[1, 0], [2, 3]], mx.int32), tiles, scale=0.125)
+    tiles = mx.array(page_tiles([(60, 0, 0), (30, 64, 1)], 100, 2, 64).astype(np.int32))
+    attend_pages(turned, pool, pool, mx.array([1, 2, 3], mx.int32), tiles, scale=0.125)
 
 
 def copy(dtype: mx.Dtype) -> None:
@@ -203,11 +211,13 @@ FACES: dict[str, Face] = {
     "score": lambda dtype: score(dtype, None),
     "score with entropies": lambda dtype: score(dtype, mx.ones(3)),
     "attend to packed rows": attend_packed,
+    "draw": lambda dtype: draw(dtype, vocabulary=500),
+    "draw from a vocabulary of whole vectors": lambda dtype: draw(dtype, vocabulary=128_256),
+    "filter": filter_tokens,
     "prefill": prefill,
     "prefill, halves rotated": lambda dtype: prefill(dtype, HALVES),
     "prefill, a first half rotated": lambda dtype: prefill(dtype, FIRST_HALF),
     "prefill, neighbours rotated": lambda dtype: prefill(dtype, NEIGHBOURS),
-    "draw": draw,
     "copy": copy,
     "multiply": lambda dtype: multiply(dtype, versions=0, widths=[64, 32, 32], bias=False),
     "multiply, biased": lambda dtype: multiply(dtype, versions=0, widths=[64, 64], bias=True),

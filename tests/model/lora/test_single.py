@@ -6,7 +6,8 @@ import mlx.core as mx
 import pytest
 from mlx_lm.tuner.lora import LoRALinear
 
-from parallm.model.adapters.adapter import Adapter, make_adapter
+from parallm.errors import AdapterError
+from parallm.model.adapters.adapter import Adapter, make_adapter, with_arrays
 from parallm.model.adapters.initial import initial_arrays
 from parallm.model.load import load_shared_model
 from parallm.model.lora.concatenated import concatenate_loras
@@ -131,3 +132,30 @@ def test_targets_with_one_input_are_found_and_share_a_product(load_tiny: Callabl
     apart = replace(joined, joined={})
     assert joined.joined.keys() == {target for group in model.joined for target in group}
     assert mx.allclose(hidden(model, joined), hidden(model, apart), atol=1e-6).item()
+
+
+def test_beside_a_base_in_float16_a_young_b_keeps_its_digits(load_tiny: Callable[..., SharedModel]) -> None:
+    model = replace(load_tiny("llama"), dtype=mx.float16)
+    young = random_adapter(model, 1)
+    young = with_arrays(
+        young, {name: a * (1e-6 if name.endswith("b") else 1) for name, a in young.arrays.items()}, version=1
+    )
+    exact, scaling = lora_scaling(young, replace(model, dtype=mx.float32)), lora_scaling(young, model)
+    products = [product(single_lora(young.arrays, one)) for one in (exact, scaling, replace(scaling, shift=1.0))]
+    error, control = (mx.linalg.norm(one - products[0]).item() for one in products[1:])
+    assert error <= 1e-3 * mx.linalg.norm(products[0]).item()
+    assert control >= 5e-3 * mx.linalg.norm(products[0]).item()
+
+
+def product(lora: SingleLora) -> mx.array:
+    target = "model.layers.0.mlp.up_proj"
+    return lora.a_IR[target].astype(mx.float32) @ lora.b_RO[target].astype(mx.float32)
+
+
+def test_an_adapter_beyond_the_range_of_a_base_in_float16_is_refused(load_tiny: Callable[..., SharedModel]) -> None:
+    model = load_tiny("llama")
+    adapter = random_adapter(model, 1)
+    large = with_arrays(adapter, {name: array * 2000 for name, array in adapter.arrays.items()}, version=3)
+    lora_scaling(large, model)
+    with pytest.raises(AdapterError, match=r"policy@3: its B times its scale reaches .*set model\.dtype=bfloat16"):
+        lora_scaling(large, replace(model, dtype=mx.float16))

@@ -1,0 +1,58 @@
+"""Samples one token of each row of logits, and gives its log-probability: one kernel in place of some twenty.
+
+A block takes a row. It finds the largest logit, sums the weights exp(logit - largest) of spans of 256 tokens, and draws
+first a span, then a token of it, by inverting the cumulative sum. Cumulative sums are integers, in units of 2**-40 of
+the largest weight, so that they never shrink. `logprobs.softmax_of` has the definition of the log-probability.
+
+Axes: B rows, V vocabulary.
+"""
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from parallm.model.kernels.cuda import VECTOR_BYTES, kernel
+
+VALUES_OF_LANE, SPAN = 8, 256
+MAX_WARPS = 32
+
+
+def draw_tokens(
+    logits_BV: mx.array, temperatures_B: mx.array, uniforms_B2: mx.array | None
+) -> tuple[mx.array, mx.array]:
+    """A token of each row (B,), and tokens and the bits of their log-probabilities, (2, B), both int32.
+
+    `uniforms_B2` are multiples of 2**-24 in [0, 1). A row of temperature 0 takes its first most likely token, as every
+    row does without them. A row with NaN has the log-probability NaN.
+    """
+    has_draws = uniforms_B2 is not None
+    return _launch(logits_BV, [temperatures_B, *([] if uniforms_B2 is None else [uniforms_B2])], has_draws=has_draws)
+
+
+def score_tokens(logits_BV: mx.array, temperatures_B: mx.array, tokens_B: mx.array) -> mx.array:
+    """The second result of `draw_tokens` for tokens that are known, int32."""
+    return _launch(logits_BV, [temperatures_B, tokens_B], is_given=True)[1]
+
+
+def _launch(
+    logits_BV: mx.array, arrays: Sequence[mx.array], *, has_draws: bool = False, is_given: bool = False
+) -> tuple[mx.array, mx.array]:
+    rows, vocabulary = logits_BV.shape
+    threads = 32 * min(MAX_WARPS, -(-vocabulary // SPAN))
+    defines = (
+        ("T", logits_BV.dtype),
+        ("V", vocabulary),
+        ("VECTOR", 1 if vocabulary % VALUES_OF_LANE else min(VALUES_OF_LANE, VECTOR_BYTES // logits_BV.dtype.size)),
+        ("THREADS", threads),
+        ("DRAWS", has_draws),
+        ("GIVEN", is_given),
+    )
+    tokens_B, output_2B = kernel("token_draw", defines)(
+        [logits_BV, *arrays],
+        [rows],
+        grid=(rows * threads, 1, 1),
+        threadgroup=(threads, 1, 1),
+        output_shapes=[(rows,), (2, rows)],
+        output_dtypes=[mx.int32] * 2,
+    )
+    return tokens_B, output_2B
