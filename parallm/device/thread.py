@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeVar
 import mlx.core as mx
 
 from parallm.device.governor import Governor, Work
+from parallm.device.load_mlx import first_use
 from parallm.errors import EngineStopped
 from parallm.types import TrafficClass
 
@@ -112,6 +113,8 @@ class DeviceThread:
 
     def _loop(self) -> None:
         try:
+            if (use := first_use()) is not None:
+                use.join()
             while not self._stopping:
                 self._run_calls()
                 ready = self._ready()

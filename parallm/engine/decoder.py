@@ -20,6 +20,7 @@ from parallm.engine.sequence import PrefillJob, Sequence
 from parallm.engine.speculation import Speculation
 from parallm.model.chat.tokenizer import ChatTokenizer
 from parallm.model.kernels.cuda import interned_array
+from parallm.model.kernels.gather import take_rows
 from parallm.model.lora.selector import LoraSelector
 from parallm.model.shared_model import SharedModel
 
@@ -191,4 +192,4 @@ class Decoder:
         rows = tuple(row_of[sequence] for sequence in sequences)
         if rows == tuple(range(len(rows))):
             return tokens_B[: len(rows)]
-        return tokens_B[interned_array(rows, mx.int32)]
+        return take_rows(tokens_B[:, None], interned_array(rows, mx.int32))[:, 0]

@@ -15,6 +15,7 @@ from parallm.engine.settings import EngineSettings
 from parallm.model.adapters.adapter import Adapter
 from parallm.model.kernels.compiler import Specialization
 from parallm.model.kernels.cuda import has_kernels, listed_kernels
+from parallm.model.kernels.gather import take_in_groups, take_rows
 from parallm.model.kernels.page_copy import copy_pages
 from parallm.model.kernels.page_write import PAGE
 from parallm.model.kernels.slot_copy import can_copy, copy_out, copy_to_slots
@@ -47,6 +48,7 @@ def engine_kernels(model: SharedModel, adapter: Adapter, settings: EngineSetting
             for rows, positions in SHAPES:
                 _paged_step(model, rows, positions)
         else:
+            take_in_groups(hidden_1TH, mx.zeros((1, 1), mx.int32))
             for rows, positions in SHAPES:
                 _step(model, prompts, BufferShape(rows, positions))
         _sampling(model.head(hidden_1TH[0, :1]))
@@ -86,12 +88,14 @@ def _paged_step(model: SharedModel, rows: int, positions: int) -> None:
 
 def _sampling(logits_1V: mx.array) -> None:
     """Build the graph of sampling: as it comes, and from logits that are processed, which are float32, and filtered."""
-    ones_1, limits_1 = mx.ones(1), mx.ones(1, mx.uint64)
+    ones_1, limits_1, tokens_1 = mx.ones(1), mx.ones(1, mx.uint64), mx.zeros(1, mx.int32)
     for chosen_1V in (logits_1V, logits_1V.astype(mx.float32)):
         for uniforms_12 in (None, mx.zeros((1, 2))):
             draw_tokens(chosen_1V, ones_1, uniforms_12)
-    score_tokens(logits_1V, ones_1, mx.zeros(1, mx.int32))
+    score_tokens(logits_1V, ones_1, tokens_1)
     softmax = softmax_of(logits_1V, ones_1)
+    softmax.logprobs(tokens_1[:, None])
+    take_rows(tokens_1[:, None], tokens_1)
     weights_by_kernel(softmax, *ends_by_kernel(softmax, limits_1, limits_1), ones_1)
 
 

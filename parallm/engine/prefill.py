@@ -29,6 +29,7 @@ from parallm.engine.settings import EngineSettings
 from parallm.engine.slot_memory import SlotMemory
 from parallm.model.attention import MIN_ROWS
 from parallm.model.kernels.cuda import on_cuda
+from parallm.model.kernels.gather import take_in_groups
 from parallm.model.lora.selector import LoraSelector
 from parallm.model.shared_model import SharedModel
 
@@ -102,12 +103,12 @@ class Prefill:
         tokens_BT = [[*tokens, *tokens[-1:] * (longest - len(tokens))] for tokens in uncached]
         lora = self._loras.select([jobs[0].segment()[1]] * len(jobs))
         hidden_BTH = self._model.hidden(mx.array(tokens_BT, mx.int32), cache, lora)
-        last_B = mx.array([len(tokens) - 1 for tokens in uncached])
-        logits_BV = self._model.head(hidden_BTH[mx.arange(len(jobs)), last_B])
+        last_B1 = mx.array([[len(tokens) - 1] for tokens in uncached])
+        logits_BV = self._model.head(take_in_groups(hidden_BTH, last_B1)[:, 0])
         computed = [logits_BV, *_states(cache)]
         stacks = stacks_of([array for layer in cache for array in (layer.keys, layer.values)])
         for job in jobs:
-            job.num_computed, job.logits_V = len(job.tokens), logits_BV[job.cache_row]
+            job.num_computed, job.logits_V = len(job.tokens), logits_BV[job.cache_row, ...]
             computed += self._keep(job.sequences[0], len(job.tokens), partial(_copies, stacks, job.cache_row))
         return computed
 
@@ -128,12 +129,12 @@ class Prefill:
         computed: list[mx.array] = []
         if job.scorer is not None:
             next_tokens = job.tokens[job.num_computed + 1 : job.num_computed + len(chunk) + 1]
-            computed += job.scorer.add(self._model, hidden_1TH[0], next_tokens)
+            computed += job.scorer.add(self._model, hidden_1TH[0, ...], next_tokens)
         job.num_computed += len(chunk)
         computed += _states(job.cache)
         if job.num_computed == len(job.tokens):
             last = len(chunk) - 1
-            job.logits_V = self._model.head(hidden_1TH[0, last : last + 1])[0]
+            job.logits_V = self._model.head(hidden_1TH[0, last : last + 1])[0, ...]
             kept = self._keep(job.sequences[0], len(job.tokens), partial(_first_copies, job.cache))
             computed += [job.logits_V, *kept]
         return computed

@@ -5,6 +5,7 @@ from itertools import chain
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from parallm.learner.passes.gradient import LoraWeights
 from parallm.learner.passes.packing import Segment, packed_hidden
@@ -12,6 +13,7 @@ from parallm.model.adapters.adapter import Adapter
 from parallm.model.kernels.compiler import Specialization
 from parallm.model.kernels.cuda import has_kernels, listed_kernels
 from parallm.model.kernels.flash_attention import FORWARD, specializations
+from parallm.model.kernels.gather import take_known_rows
 from parallm.model.kernels.token_scores import token_scores
 from parallm.model.lora.selector import training_lora
 from parallm.model.shared_model import SharedModel
@@ -32,7 +34,9 @@ def learner_kernels(model: SharedModel, adapter: Adapter) -> list[Specialization
 
         def forward(*traced: mx.array) -> list[mx.array]:
             lora = training_lora(structure.lora(list(traced)), adapter.dropout, key)
-            return [packed_hidden(model, tokens_M, SEGMENTS, lora)]
+            return [
+                take_known_rows(packed_hidden(model, tokens_M, SEGMENTS, lora), np.arange(NUM_TOKENS, dtype=np.int32))
+            ]
 
         hidden_MH = packed_hidden(model, tokens_M, SEGMENTS, None)
         mx.vjp(forward, policy.arrays(), [hidden_MH])

@@ -27,6 +27,7 @@ from huggingface_hub.errors import (
 from mlx.utils import tree_flatten
 from mlx_lm.utils import _download, load_model, load_tokenizer
 
+from parallm.device.own_transformers import own_transformers
 from parallm.errors import ModelError
 from parallm.model.chat.tokenizer import ChatTokenizer
 from parallm.model.kernels.cuda import has_kernels
@@ -57,7 +58,7 @@ def load_shared_model(settings: ModelSettings) -> SharedModel:
     folder = find_folder(settings.path)
     base, config = load_base(folder, settings.path, trusted=settings.trust_remote_code)
     tokenizer = _load_tokenizer(folder, config, trusted=settings.trust_remote_code)
-    if settings.dtype == "auto" and may_be_float16(base):
+    if settings.dtype == "auto" and may_be_float16(base, _model_type(config)):
         model = share_model(base, config, tokenizer, settings, computed=mx.float16)
         if is_in_range(model):
             return model
@@ -222,7 +223,8 @@ def _checked_config(folder: Path, path: str) -> dict[str, Any]:
 def _load_tokenizer(folder: Path, config: dict[str, Any], *, trusted: bool) -> ChatTokenizer:
     code = {"trust_remote_code": trusted}  # transformers would ask on the terminal if nothing was said
     try:
-        return ChatTokenizer(load_tokenizer(folder, code, eos_token_ids=config.get("eos_token_id")))
+        with own_transformers():
+            return ChatTokenizer(load_tokenizer(folder, code, eos_token_ids=config.get("eos_token_id")))
     except (ValueError, OSError, KeyError, TypeError, StrictDataclassError) as error:
         if not trusted and "trust_remote_code" in str(error):
             raise ModelError(f"{folder}: the tokenizer {_way_out('auto_map in its configuration')}") from error
@@ -254,9 +256,9 @@ def _with_joined(model: SharedModel) -> SharedModel:
 def _checked_split(model: SharedModel, model_type: str) -> SharedModel:
     """`model`, or the same without its split where trunk + head is not the whole forward to the bit."""
     tokens_1T = mx.array([[0, 1, 2, 3]])
-    whole_TV = model.base(tokens_1T, cache=model.make_cache())[0]
+    whole_TV = model.base(tokens_1T, cache=model.make_cache())[0, ...]
     try:
-        split_TV = model.head(model.hidden(tokens_1T, model.make_cache(), None)[0])
+        split_TV = model.head(model.hidden(tokens_1T, model.make_cache(), None)[0, ...])
         if model.trunk_owner is not None and mx.array_equal(whole_TV, split_TV, equal_nan=True):
             return model
     except (TypeError, ValueError, AttributeError, IndexError) as error:

@@ -15,6 +15,8 @@ from functools import partial
 
 import mlx.core as mx
 
+from parallm.model.kernels.gather import take_in_groups
+
 MIN_FLOAT = float(mx.finfo(mx.float32).min)
 MAX_EXPONENT = 88.0
 LOG2_E = 1.4426950408889634
@@ -51,7 +53,7 @@ class Softmax:
 
     def logprobs(self, tokens_NK: mx.array) -> mx.array:
         """Log-probabilities of `tokens_NK`, (N, K)."""
-        return mx.take_along_axis(self.scaled_NV, tokens_NK, axis=-1) - self.logsumexp_N[:, None]
+        return take_in_groups(self.scaled_NV[:, :, None], tokens_NK)[:, :, 0] - self.logsumexp_N[:, None]
 
     def entropies(self) -> mx.array:
         """In nats, (N,). A logit of minus infinity adds nothing."""

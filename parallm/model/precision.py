@@ -17,7 +17,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
 from parallm.model.kernels.cuda import on_cuda
 from parallm.model.quantized import stored_dtype
-from parallm.model.shared_model import SharedModel
+from parallm.model.shared_model import SharedModel, can_batch
 
 MARGIN = 16.0
 """What float16 holds over the largest hidden state of the trial: other tokens and adapters reach further."""
@@ -25,11 +25,12 @@ TRIAL_TOKENS = 64
 QUANTIZED = (QuantizedLinear, QuantizedEmbedding, QuantizedSwitchLinear)
 
 
-def may_be_float16(base: nn.Module) -> bool:
-    """Whether `base` is worth a trial: stored in bfloat16, not quantized, its layers in a list. Evaluates nothing."""
+def may_be_float16(base: nn.Module, model_type: str) -> bool:
+    """Whether `base` is worth a trial: stored in bfloat16, not quantized, its layers in a list and without states, as
+    these would be rounded from token to token. Evaluates nothing."""
     layers = getattr(getattr(base, "model", None), "layers", None)
     is_plain = isinstance(layers, list) and not any(isinstance(module, QUANTIZED) for module in base.modules())
-    return on_cuda() and is_plain and stored_dtype(base) == mx.bfloat16
+    return on_cuda() and is_plain and stored_dtype(base) == mx.bfloat16 and can_batch(base, model_type)
 
 
 def is_in_range(model: SharedModel) -> bool:
@@ -44,8 +45,9 @@ def is_in_range(model: SharedModel) -> bool:
     trunk.layers = [_Watched(layer, largest) for layer in layers]
     try:
         step = max(1, model.vocabulary_size // TRIAL_TOKENS)
-        hidden_TH = model.hidden(mx.arange(0, model.vocabulary_size, step)[None], model.make_cache(), None)[0]
-        logits_TV = model.head(hidden_TH)
+        tokens_1T = mx.arange(0, model.vocabulary_size, step)[None]
+        hidden_1TH = model.hidden(tokens_1T, model.make_cache(), None)
+        logits_TV = model.head(mx.squeeze(hidden_1TH, 0))
     finally:
         trunk.layers = layers
     limit = float(mx.finfo(mx.float16).max) / MARGIN
@@ -61,7 +63,8 @@ class _Watched:
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         result = self.layer(*arguments, **options)
-        self.largest.append(mx.abs(result).max().astype(mx.float32))
+        hidden = result[0] if isinstance(result, tuple) else result
+        self.largest.append(mx.abs(hidden).max().astype(mx.float32))
         return result
 
     def __getattr__(self, name: str) -> Any:

@@ -136,7 +136,7 @@ def _run_job(composed: DictConfig, folder: Path, name: str, run: Run | None) -> 
         with locked_run_folder(folder) if keeps_log else nullcontext(), logging_to(log, config.log_level, form):
             blas = load_blas(config.device)
             logger.info(blas.message)
-            load_mlx()
+            load_mlx(hides_torch=True)
             if keeps_log:
                 (folder / CONFIG).write_text(OmegaConf.to_yaml(composed, resolve=True))
             run = run or resolve_name(WIRING[name])

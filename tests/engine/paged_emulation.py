@@ -25,7 +25,8 @@ class PoolsInNumpy:
 
     def of(self, pool: mx.array) -> np.ndarray:
         if id(pool) not in self._arrays:
-            self._arrays[id(pool)] = pool, np.full(pool.shape, np.nan, np.float32)
+            shape = max(pool.shape[0], 2), *pool.shape[1:]  # a flat forward that is only listed has one page
+            self._arrays[id(pool)] = pool, np.full(shape, np.nan, np.float32)
         return self._arrays[id(pool)][1]
 
     def write_pages(

@@ -84,7 +84,7 @@ def test_an_engine_launches_what_is_listed(
     for rows in (1, 2, 7, 30, 60):
         for row in range(rows):
             name = f"policy@{1 + row % versions}" if versions else "base"
-            request = ask(f"{rows}-{row}", [1, 2, 3], 3, model=name, temperature=1.0, top_k=5)
+            request = ask(f"{rows}-{row}", [1, 2, 3], 3 + row % 2, model=name, temperature=1.0, top_k=5)
             engine.add(request, False)
         while step(engine):
             pass
@@ -106,7 +106,7 @@ def test_a_learner_needs_attention_and_scores_in_both_directions(
     assert launched == {}
     names = [name for name, _ in listed]
     assert {"flash_attention", "flash_attention_queries", "rotate", "token_scores", "swiglu"} <= set(names)
-    assert {"token_scores_gradient", "swiglu_gradient"} <= set(names)
+    assert {"token_scores_gradient", "swiglu_gradient", "gather_rows_gradient"} <= set(names)
     assert names.count("flash_attention_keys") == 2
 
 

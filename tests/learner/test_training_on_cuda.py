@@ -1,6 +1,7 @@
 """Gradients of a packed pass that knows which tokens are trained, on a GPU, where rows are padded and rotated apart."""
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from mlx_lm.models import llama, qwen2, qwen3
 from mlx_lm.utils import load_tokenizer
@@ -46,11 +47,11 @@ def gradient(model: SharedModel, *, trims: bool) -> mx.array:
     factors_NH = mx.random.normal((len(SOURCES), 256), key=mx.random.key(2))
 
     def total(arrays: list[mx.array]) -> mx.array:
-        lora, sources_N = structure.lora(arrays), mx.array(SOURCES)
+        lora, sources_N = structure.lora(arrays), np.array(SOURCES, np.int32)
         if trims:
             hidden_NH = hidden_at(model, tokens, SEGMENTS, lora, sources_N)
         else:
-            hidden_NH = packed_hidden(model, tokens, SEGMENTS, lora)[sources_N]
+            hidden_NH = packed_hidden(model, tokens, SEGMENTS, lora)[mx.array(sources_N)]
         return (hidden_NH.astype(mx.float32) * factors_NH).sum()
 
     found = mx.grad(total)(adapter.arrays())
@@ -68,12 +69,13 @@ def test_gradients_of_a_trimmed_pass_are_those_of_the_whole_one(module: object) 
 
 
 @pytest.mark.skipif(not has_kernels(), reason="needs MLX's CUDA build")
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
 @pytest.mark.parametrize("module", [llama, qwen3])
 def test_gradients_of_rows_that_attend_in_one_launch_are_those_of_cudnn(
-    module: object, monkeypatch: pytest.MonkeyPatch
+    module: object, dtype: mx.Dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mx.random.seed(0)
-    model = model_of(module, mx.bfloat16)
+    model = model_of(module, dtype)
     assert takes_rows(model)
     found = gradient(model, trims=True)
     monkeypatch.setattr(packing, "attends_by_rectangles", lambda _: True)

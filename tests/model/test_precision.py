@@ -161,9 +161,10 @@ def test_a_type_that_is_asked_for_is_the_type(on_cuda: None, stored_half: Callab
 def test_only_plain_bases_in_bfloat16_are_tried(
     on_cuda: None,
     stored_half: Callable[..., Path],
+    half_model: Callable[..., Path],
     tiny_model: Callable[[str], Path],
     tiny_quantized: Callable[..., Path],
 ) -> None:
-    assert may_be_float16(load_base(stored_half(), "")[0])
-    assert not may_be_float16(load_base(tiny_model("llama"), "")[0])  # in float32
-    assert not may_be_float16(load_base(tiny_quantized("llama", bits=4), "")[0])
+    folders = stored_half(), tiny_model("llama"), tiny_quantized("llama", bits=4), half_model("lfm2_moe")
+    found = [may_be_float16(base, config["model_type"]) for base, config in (load_base(one, "") for one in folders)]
+    assert found == [True, False, False, False]  # float32, quantized, recurrent

@@ -58,7 +58,7 @@ class Noise:
             positions_NB = np.array(positions_B, np.uint64) + np.arange(STEPS_AHEAD, dtype=np.uint64)[:, None]
             self._uniforms_NB2 = _uniforms(self._seeds_B, positions_NB)
         assert self._uniforms_NB2 is not None
-        return self._uniforms_NB2[steps]
+        return self._uniforms_NB2[steps, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+import numpy.typing as npt
 
 from parallm.device.streams import DeviceStreams
 from parallm.learner.loss.objective import Objective
@@ -29,6 +30,7 @@ from parallm.learner.passes.recomputation import can_checkpoint, checkpointed, r
 from parallm.model.adapters.adapter import Adapter
 from parallm.model.adapters.module_names import layer_of
 from parallm.model.kernels.cuda import on_cuda
+from parallm.model.kernels.gather import take_known_rows
 from parallm.model.lora.dora import lora_scaling
 from parallm.model.lora.linear import LoraBinding
 from parallm.model.lora.selector import training_lora
@@ -36,7 +38,6 @@ from parallm.model.lora.single import LoraScaling, SingleLora, single_lora
 from parallm.model.shared_model import SharedModel
 
 LAST_LAYER_PARTS = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
-MIN_SHARE = 2.0**-40  # of a token in a loss: all shares are smaller where advantages are zero
 FIRST = 8  # the gradients of the last eighth of the layers are evaluated first
 
 
@@ -136,12 +137,12 @@ class PolicyGradient:
         inputs_M = mx.array(batch.inputs_M)
         num_padding = self._head.padded_size(len(batch.sources_N)) - len(batch.sources_N)
         # apart from each other: the gradient of a row that many read is a sum in turns
-        sources_N = mx.array(np.append(batch.sources_N, np.arange(num_padding, dtype=np.int32) % inputs_M.size))
+        sources_N = np.append(batch.sources_N, np.arange(num_padding, dtype=np.int32) % inputs_M.size)
         if batch.segments and self._trims:
             return hidden_at(self._model, inputs_M, batch.segments, lora, sources_N)
         if batch.segments:
-            return packed_hidden(self._model, inputs_M, batch.segments, lora)[sources_N]
-        return self._model.hidden(inputs_M[None], None, lora)[0, sources_N]
+            return take_known_rows(packed_hidden(self._model, inputs_M, batch.segments, lora), sources_N)
+        return self._model.hidden(inputs_M[None], None, lora)[0, mx.array(sources_N)]
 
     def _loss(self, hidden_NH: mx.array, batch: MicroBatch, scale: float) -> tuple[mx.array, TokenStatistics, Stages]:
         """Gradient of `scale` x the loss with respect to `hidden_NH`, statistics, and the stages to evaluate first."""
@@ -194,9 +195,10 @@ def gradient_scale(dtype: mx.Dtype, batches: Sequence[MicroBatch]) -> float:
     """
     if dtype != mx.float16:
         return 1.0
-    shares = [np.abs(batch.weights_N * batch.advantages_N).max(initial=0.0) for batch in batches]
-    largest = float(max(shares, default=0.0))
-    return 2.0 ** -math.ceil(math.log2(largest)) if MIN_SHARE < largest < math.inf else 1.0
+    # terms without an advantage, such as KL's, count as if it was 1
+    shares = [(batch.weights_N * np.maximum(np.abs(batch.advantages_N), 1)).max(initial=0) for batch in batches]
+    largest = float(max(shares, default=0))
+    return 2.0 ** -math.ceil(math.log2(largest)) if 0 < largest < math.inf else 1.0
 
 
 def _last_layer_gradients(gradients: Sequence[mx.array], targets: Sequence[str]) -> list[mx.array]:
@@ -210,7 +212,11 @@ def _interleave(stages_of_streams: Sequence[Stages]) -> Stages:
 
 
 def hidden_at(
-    model: SharedModel, inputs_M: mx.array, segments: Sequence[Segment], lora: LoraBinding | None, sources_N: mx.array
+    model: SharedModel,
+    inputs_M: mx.array,
+    segments: Sequence[Segment],
+    lora: LoraBinding | None,
+    sources_N: npt.NDArray[np.int32],
 ) -> mx.array:
     """`packed_hidden` at `sources_N`, (N, H), for a model that `can_trim`.
 
@@ -218,7 +224,7 @@ def hidden_at(
     as completions that saves 1% of an 8B model's update, more for smaller models or longer prompts.
     """
     num_padding = num_padding_rows(sources_N.size)
-    rows_N = mx.concatenate([sources_N, mx.zeros((num_padding,), sources_N.dtype)])
+    rows_N = np.append(sources_N, np.zeros(num_padding, np.int32))
     layers = model.trunk.layers
     # the last layer is not checkpointed: its backward is the first
     with replaced_layers(model, [*layers[:-1], _LastLayer(layers[-1], rows_N)]):
@@ -231,9 +237,10 @@ def can_trim(model: SharedModel) -> bool:
         return False
     if not all(hasattr(model.trunk.layers[-1], name) for name in LAST_LAYER_PARTS):
         return False
-    inputs, sources, segments = mx.array([3, 1, 4, 1, 5, 9, 2, 6]), mx.array([2, 3, 5, 7]), [Segment(prompt=8)]
+    inputs, segments = mx.array([3, 1, 4, 1, 5, 9, 2, 6]), [Segment(prompt=8)]
+    sources = np.array([2, 3, 5, 7], np.int32)
     try:
-        expected = packed_hidden(model, inputs, segments, None)[sources]
+        expected = take_known_rows(packed_hidden(model, inputs, segments, None), sources)
         trimmed = hidden_at(model, inputs, segments, None, sources)
         difference = mx.linalg.norm((trimmed - expected).astype(mx.float32)) / mx.linalg.norm(expected)
         return float(difference.item()) < (1e-3 if model.dtype == mx.float32 else 3e-2)
@@ -246,12 +253,12 @@ class _LastLayer:
     """Replaces the last layer while a pass is built."""
 
     layer: nn.Module
-    rows_N: mx.array
+    rows_N: npt.NDArray[np.int32]
 
     def __call__(self, x_M1H: mx.array, *arguments: Any, **options: Any) -> mx.array:
         attention, norm = self.layer.self_attn, self.layer.input_layernorm
         attended_M1H = x_M1H + attention(norm(x_M1H), *arguments, **options)
-        chosen_N1H = attended_M1H[self.rows_N]
+        chosen_N1H = take_known_rows(attended_M1H[:, 0], self.rows_N)[:, None]
         result: mx.array = chosen_N1H + self.layer.mlp(self.layer.post_attention_layernorm(chosen_N1H))
         return result
 

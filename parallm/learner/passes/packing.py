@@ -209,7 +209,7 @@ def can_pack(model: SharedModel) -> bool:
     inputs = mx.array(prompt + [token for tokens in completions for token in tokens])
     try:
         packed = packed_hidden(model, inputs, [Segment(prompt=len(prompt), runs=((2, 2),))], None)
-        whole = [model.hidden(mx.array([prompt + tokens]), model.make_cache(), None)[0] for tokens in completions]
+        whole = [model.hidden(mx.array([prompt + tokens]), model.make_cache(), None)[0, ...] for tokens in completions]
         expected = mx.concatenate([whole[0], whole[1][len(prompt) :]])
         difference = mx.linalg.norm((packed - expected).astype(mx.float32)) / mx.linalg.norm(expected)
         return float(difference.item()) < (1e-3 if model.dtype == mx.float32 else 3e-2)

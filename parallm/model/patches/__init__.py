@@ -4,6 +4,7 @@
 |---|---|---|
 | `scaled_dot_product_attention` of models' modules | `forward.py` | attention of our own caches |
 | `swiglu` of models' modules | `forward.py` | fused kernels, and a fast exp on x86-64 |
+| class of `nn.Embedding` modules, on CUDA | `forward.py` | rows by a kernel that compiles quickly |
 | `nn.RoPE` and `Llama3RoPE` modules, on CUDA | `rotary.py` | rotation inside the attention kernels |
 | `x + self.mlp(...)`: the sum's right operand | `forward.py` | residual adds inside a LoRA kernel |
 | the trunk as an attribute of the model | `forward.py` | hidden states without logits, logits without the trunk |

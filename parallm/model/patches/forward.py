@@ -1,4 +1,5 @@
-"""Replacements in a forward of mlx-lm's models: attention, SwiGLU, residual adds, the trunk while the head runs.
+"""Replacements in a forward of mlx-lm's models: embeddings, attention, SwiGLU, residual adds, the trunk while the head
+runs.
 
 mlx-lm's models call one operation after the other. Where a later operation is ours and has a kernel for both, it asks
 for the origin of its input (`origin_of`) and starts from that. MLX is lazy: the input itself is never computed. For the
@@ -19,6 +20,7 @@ from mlx_lm.models import base as mlx_lm_base
 
 from parallm.model.attention import attention
 from parallm.model.kernels.cuda import VECTOR_BYTES, has_kernels
+from parallm.model.kernels.gather import take_rows
 from parallm.model.kernels.swiglu import fused_swiglu
 from parallm.model.logprobs import is_slow, sigmoid
 
@@ -53,6 +55,38 @@ def install_forward(model: nn.Module) -> None:
         for name, (original, replacement) in replaced.items():
             if getattr(module, name, None) is original:
                 setattr(module, name, replacement)
+    if has_kernels():
+        for layer in model.modules():
+            if type(layer) in EMBEDDINGS:
+                layer.__class__ = EMBEDDINGS[type(layer)]
+
+
+class RowEmbedding(nn.Embedding):
+    """An embedding that takes its rows with our kernel."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return take_rows(self.weight, x)
+
+
+class QuantizedRowEmbedding(nn.QuantizedEmbedding):
+    """A quantized embedding that does so."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        rows = {name: take_rows(self[name], x) for name in ("weight", "scales", "biases") if self.get(name) is not None}
+        return mx.dequantize(
+            rows["weight"],
+            scales=rows["scales"],
+            biases=rows.get("biases"),
+            group_size=self.group_size,
+            bits=self.bits,
+            mode=self.mode,
+        )
+
+
+EMBEDDINGS: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Embedding: RowEmbedding,
+    nn.QuantizedEmbedding: QuantizedRowEmbedding,
+}
 
 
 def _dispatch(

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 from parallm.learner.passes.gradient import can_trim, hidden_at
@@ -30,7 +31,7 @@ def test_bits_and_gradients_are_those_of_the_whole_layer(
 ) -> None:
     model = load_tiny(architecture)
     assert can_trim(model)
-    tokens, places = mx.array(TOKENS), mx.array(sources)
+    tokens, places = mx.array(TOKENS), np.array(sources, np.int32)
     scaling = LoraScaling(dict.fromkeys(model.targets, 2.0), {})
     arrays = {name: array + 0.01 for name, array in initial_arrays(model.targets, 4, mx.random.key(0)).items()}
 
@@ -39,7 +40,7 @@ def test_bits_and_gradients_are_those_of_the_whole_layer(
         if trims:
             hidden = hidden_at(model, tokens, SEGMENTS, lora, places)
         else:
-            hidden = packed_hidden(model, tokens, SEGMENTS, lora)[places]
+            hidden = packed_hidden(model, tokens, SEGMENTS, lora)[mx.array(places)]
         return (hidden * mx.sin(mx.arange(hidden.size).reshape(hidden.shape))).sum(), hidden
 
     (_, expected), gradients = mx.value_and_grad(total)(arrays, False)

@@ -13,10 +13,11 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from parallm.model.kernels import cuda, decode_attention, slot_copy, small_batch_gemm, token_scores
+from parallm.model.kernels import cuda, decode_attention, gather, slot_copy, small_batch_gemm, token_scores
 from parallm.model.kernels.compiler import CompileError, Defines, compile_log, source_of
 from parallm.model.kernels.decode_attention import Columns, RotaryAngles, append_and_attend, columns_of
 from parallm.model.kernels.flash_attention import PackedSequences, attend_pages, page_tiles
+from parallm.model.kernels.gather import take_in_groups, take_known_rows, take_rows
 from parallm.model.kernels.page_write import PAGE, write_pages
 from parallm.model.kernels.rotary import Rotation, rotated
 from parallm.model.kernels.segmented_lora import GroupOutput, ShrinkOutput, shrink
@@ -153,6 +154,13 @@ def attend_packed(dtype: mx.Dtype) -> None:
     mx.vjp(lambda q, k, v: [layout.attend(q, k, v, scale=0.125)], [q, kv, kv], [q])
 
 
+def take(dtype: mx.Dtype) -> None:
+    x, odd = mx.zeros((4, 64), dtype), mx.zeros((4, 3), dtype)
+    take_rows(x, mx.zeros((2, 3), mx.uint32))
+    take_in_groups(odd[:, :, None], mx.zeros((4, 2), mx.int64))
+    mx.vjp(lambda given: take_known_rows(given, np.array([1, 1, 3], np.int32)), [x], [x[:3]])
+
+
 def prefill(dtype: mx.Dtype, rotation: Rotation | None = None) -> None:
     """Tokens of two prompts are written into pages, and attend to them."""
     half = mx.bfloat16 if dtype == mx.float32 else dtype
@@ -219,6 +227,7 @@ FACES: dict[str, Face] = {
     "prefill, a first half rotated": lambda dtype: prefill(dtype, FIRST_HALF),
     "prefill, neighbours rotated": lambda dtype: prefill(dtype, NEIGHBOURS),
     "copy": copy,
+    "take": take,
     "multiply": lambda dtype: multiply(dtype, versions=0, widths=[64, 32, 32], bias=False),
     "multiply, biased": lambda dtype: multiply(dtype, versions=0, widths=[64, 64], bias=True),
     "multiply, alone": lambda dtype: multiply(dtype, versions=0, widths=[4096], bias=False),
@@ -256,7 +265,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
         told.append(Launch(name, defines, list(inputs), list(scalars), list(output_dtypes), shared_memory))
         return [mx.zeros(shape, dtype) for shape, dtype in zip(output_shapes, output_dtypes, strict=True)]
 
-    for module in (decode_attention, slot_copy, small_batch_gemm, token_scores):
+    for module in (decode_attention, gather, slot_copy, small_batch_gemm, token_scores):
         monkeypatch.setattr(module, "has_kernels", lambda: True)
     monkeypatch.setattr(cuda, "target", lambda: "sm_90a")
     monkeypatch.setattr(cuda, "cubin", compile_nothing)
