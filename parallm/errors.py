@@ -104,3 +104,11 @@ class Unavailable(ParallmError):
 
 class TrainingStopped(ParallmError):
     """Training cannot go on; the message says why and what to change."""
+
+
+class ExchangeFailed(ParallmError):
+    """Another worker of the run is gone or does not answer; the message says which and why."""
+
+
+class WorkersDiffer(ParallmError):
+    """Workers of a run do not hold the same version; the message names ranks and digests."""

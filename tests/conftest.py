@@ -22,6 +22,7 @@ from mlx_lm.convert import convert  # noqa: E402
 from mlx_lm.utils import _get_classes  # noqa: E402
 
 from parallm.device.streams import DeviceStreams  # noqa: E402
+from parallm.model.kernels.cuda import on_cuda  # noqa: E402
 from parallm.model.load import NANO, load_shared_model  # noqa: E402
 from parallm.model.settings import LoraSettings, ModelSettings  # noqa: E402
 from parallm.model.shared_model import SharedModel  # noqa: E402
@@ -204,6 +205,11 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "block_types": ["recurrent", "attention"],
     },
 }
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("cpu") is not None and on_cuda():
+        pytest.skip("states a fact of a CPU")
 
 
 @pytest.fixture(scope="session")

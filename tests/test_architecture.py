@@ -24,7 +24,7 @@ LAYERS: tuple[set[str], ...] = (
     {"engine", "learner", "environment", "checkpoint"},
     {"rollout"},
     {"trainer", "server"},
-    {"integrations"},
+    {"integrations", "distributed"},
     {"config"},
     {"run"},
     {"train", "serve", "evaluate", "export", "library", "__main__"},

@@ -18,6 +18,7 @@ from parallm.config.process_log import LogForm, LogLevel
 from parallm.config.run_folder import NAME_PATTERN
 from parallm.config.run_kinds import wrong_evaluation
 from parallm.device.settings import BlasSettings, DeviceSettings, ServingDeviceSettings
+from parallm.distributed.settings import DistributedSettings
 from parallm.engine.settings import EngineSettings
 from parallm.environment.settings import ArithmeticSettings, EnvironmentSettings
 from parallm.errors import ConfigError
@@ -77,6 +78,8 @@ class RunConfig(LogConfig):
     """The library behind matrix products on a CPU, and the shares of engine and serving."""
     metrics: MetricsSettings = MetricsSettings()
     """The display, and the files of the run folder."""
+    distributed: DistributedSettings = DistributedSettings()
+    """Several processes that train one policy."""
     policies: dict[PolicyName, dict[PolicyPart, dict[str, Any]]] = Field(default_factory=dict)
     """Several adapters to train at the same time, by name, each with what differs from the parts above; see conf/."""
 
@@ -275,8 +278,26 @@ def check_choices(config: RunConfig) -> None:
             f"rollout.live.group_by=none: learner.advantage={objective.advantage} compares the completions of a group, "
             "and there are none; set learner.advantage=reinforce_pp, whose baseline is the whole step"
         )
+    if config.distributed.engine != "off":
+        wrong += _wrong_for_workers(config)
     if wrong:
         raise ConfigError("\n".join(wrong))
+
+
+def _wrong_for_workers(config: RunConfig) -> Iterator[str]:
+    """Yield a line for each choice that several workers do not support."""
+    engine = f"distributed={config.distributed.engine}"
+    if config.policies:
+        yield f"{engine} trains one policy; leave policies out"
+    if config.rollout.source != "environment":
+        yield f"{engine}: rollout.source={config.rollout.source} learns from requests, which only one process can"
+    if config.learner.trains == "reward_model":
+        yield f"{engine} trains policies; train a reward model with distributed=off"
+    if config.rollout.curriculum.by != "off" and config.trainer.max_off_policy_steps:
+        yield (
+            f"{engine}: with rollout.curriculum.by={config.rollout.curriculum.by} what is drawn ahead depends on the "
+            "clock, which differs between workers; set trainer.max_off_policy_steps=0"
+        )
 
 
 def _validated(values: Any, kind: type[Config]) -> Config:

@@ -70,12 +70,13 @@ class DeviceThread:
             self._calls.append((function, future))
         return future
 
-    def iterate(self, units: Iterator[Result]) -> Future[Result]:
+    def iterate(self, units: Iterator[Result | Future[Any]]) -> Future[Result]:
         """Run a learner update unit by unit; the future gets the last value of the iterator.
 
-        Updates run one after the other, in the order of the calls. A begun update cannot be cancelled.
+        A unit may yield a future: the update is then parked, and other work runs, until that future is done. Updates
+        run one after the other, in the order of the calls. A begun update cannot be cancelled.
         """
-        return self._queue(self._updates, _Job(units, is_cancellable=False))
+        return self._queue(self._updates, _Job(units, is_cancellable=False, on_resume=self.wake))
 
     def score(self, units: Iterator[Result]) -> Future[Result]:
         """Score completions unit by unit; the future gets the last value of the iterator.
@@ -143,7 +144,7 @@ class DeviceThread:
             ready += [traffic for traffic in ("serving", "rollout") if self._worker.has_work(traffic)]
         if self._scorings and "rollout" not in ready:
             ready.append("rollout")
-        if self._updates:
+        if self._updates and not self._updates[0].is_parked:
             ready.append("learning")
         return ready
 
@@ -216,11 +217,21 @@ def _complete(future: Future[Any], function: Callable[[], Any]) -> None:
 class _Job:
     """An iterator that the device thread runs unit by unit. Its future gets the last value."""
 
-    def __init__(self, units: Iterator[Any], *, is_cancellable: bool) -> None:
+    def __init__(
+        self, units: Iterator[Any], *, is_cancellable: bool, on_resume: Callable[[], None] = lambda: None
+    ) -> None:
+        """`on_resume` is called from any thread when the job is parked no more."""
         self.future: Future[Any] = Future()
         self._units = units
         self._is_cancellable = is_cancellable
+        self._on_resume = on_resume
+        self._awaited: Future[Any] | None = None
         self._last: Any = None
+
+    @property
+    def is_parked(self) -> bool:
+        """Whether the job waits for a future that its last unit has yielded."""
+        return self._awaited is not None and not self._awaited.done()
 
     def run_unit(self) -> bool:
         """Run the next unit. Return whether the job has ended."""
@@ -229,14 +240,22 @@ class _Job:
         if not self._is_cancellable and not self.future.running() and not self.future.set_running_or_notify_cancel():
             return True
         try:
-            self._last = next(self._units)
+            value = next(self._units)
         except StopIteration:
             self._end(self._last, None)
         except Exception as error:  # noqa: BLE001  # raised where the future is awaited
             self._end(None, error)
         else:
+            self._keep(value)
             return False
         return True
+
+    def _keep(self, value: object) -> None:
+        if not isinstance(value, Future):
+            self._last = value
+            return
+        self._awaited = value
+        value.add_done_callback(lambda _: self._on_resume())
 
     def _end(self, result: object, error: Exception | None) -> None:
         if not self.future.running() and not self.future.set_running_or_notify_cancel():

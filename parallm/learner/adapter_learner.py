@@ -143,7 +143,11 @@ class AdapterLearner:
     def _rounds_of(self, batches: Sequence[Batch], step: int) -> Iterator[tuple[Sequence[Batch], mx.array]]:
         """One batch per stream, and the random key of this round."""
         for start in range(0, len(batches), self._streams.width):
-            yield batches[start : start + self._streams.width], mx.random.key(mix(mix(self._seed, step), start))
+            yield batches[start : start + self._streams.width], self._key(step, start)
+
+    def _key(self, step: int, start: int) -> mx.array:
+        """Random key of the round whose first batch is at `start`."""
+        return mx.random.key(mix(mix(self._seed, step), start))
 
     def _keep(self, adapter: Adapter) -> None:
         """Take `adapter` and the optimizer's state as newest and last good."""

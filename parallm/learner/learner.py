@@ -5,11 +5,11 @@ The learner owns the trained adapter and its optimizer, and knows nothing of ser
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
 import mlx.core as mx
 import numpy as np
@@ -32,6 +32,8 @@ from parallm.reports import ParityReport, RatioReport, UpdateReport
 from parallm.types import TrajectoryGroup
 
 Built = TypeVar("Built")
+Unit = Future[Any] | None
+"""What an update yields after a unit of work: None, or a future that it waits for (see `DeviceThread.iterate`)."""
 
 
 class GraphBuilder:
@@ -99,6 +101,25 @@ class Round:
         mx.async_eval(self.gradient_N, self.norm, [statistics.arrays for statistics in self.result.statistics])
 
 
+class LastArrays(Protocol):
+    """What the last round's graph ends in, built and not evaluated."""
+
+    def all_arrays(self) -> list[mx.array]: ...
+
+
+Last = TypeVar("Last", bound=LastArrays)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passes:
+    """The result of all passes of an update."""
+
+    optimizer_step: OptimizerStep | None
+    """None if there was no pass."""
+    seconds: float
+    """Device seconds."""
+
+
 class Learner(AdapterLearner):
     """Turns trajectory groups into the next adapter version. All methods run on the device thread."""
 
@@ -130,7 +151,7 @@ class Learner(AdapterLearner):
         """Whether it also learns from groups with equal rewards."""
         return self._objective.needs_all_groups
 
-    def update(self, groups: Sequence[TrajectoryGroup], *, step: int, max_tokens: int) -> Iterator[UpdateReport | None]:
+    def update(self, groups: Sequence[TrajectoryGroup], *, step: int, max_tokens: int) -> Iterator[UpdateReport | Unit]:
         """One optimizer step over `groups`. Yields after each round of micro-batches, the report last.
 
         A step with a value that is not finite changes neither weights nor moments; `skipped`, `fault` and `culprits` of
@@ -141,41 +162,18 @@ class Learner(AdapterLearner):
         weights = LoraWeights(self.adapter, self._model)
         scored = ScoredStep(batches=[])
         if faults.kind is None:
-            scored = yield from score_step(
-                self._micro_batches(faults.groups, max_tokens),
-                faults.groups,
-                self._objective,
-                self._gradient.score,
-                policy=weights.lora,
-                width=self._streams.width,
-            )
-        seconds = scored.seconds
-        optimizer_step: OptimizerStep | None = None
-        rounds = self._rounds(scored.batches, weights, step)
+            batches = self._micro_batches(faults.groups, max_tokens)
+            scored = yield from self._score(batches, faults.groups, weights)
+        passes = yield from self._run_passes(scored.batches, weights, step, totals, faults)
+        optimizer_step = passes.optimizer_step
         began = time.perf_counter()
-        following = next(rounds, None)
-        while following is not None:
-            current = following
-            current.queue_head()
-            build = partial(self._next, rounds, current, weights, step)
-            following, optimizer_step = self._builder.build_during(build, current.queue_backward)
-            if optimizer_step is not None:
-                mx.async_eval(optimizer_step.all_arrays())
-            elif following is not None and on_cuda():
-                following.queue_trunk()
-            for batch, statistics in zip(current.batches, current.result.statistics, strict=True):
-                self._add(totals, batch, statistics)
-            faults.check_passes(current.batches, current.result.statistics, float(current.norm.item()))
-            seconds += time.perf_counter() - began
-            yield None
-            began = time.perf_counter()
         norm = math.nan if optimizer_step is None else float(optimizer_step.norm.item())
         skipped = faults.message or _nothing_to_learn(totals, norm)
         if skipped is None and optimizer_step is not None:
             self._advance(optimizer_step, step, faults)
             skipped = faults.message
-        report = self._report(totals, norm, step, seconds + time.perf_counter() - began, skipped, faults)
-        yield with_change(report, optimizer_step)
+        seconds = scored.seconds + passes.seconds + time.perf_counter() - began
+        yield with_change(self._report(totals, norm, step, seconds, skipped, faults), optimizer_step)
 
     def losses(self, groups: Sequence[TrajectoryGroup]) -> Iterator[TokenLoss]:
         """Score completions with the newest version, without dropout, in the same units as `update`."""
@@ -193,23 +191,90 @@ class Learner(AdapterLearner):
             takes_rows=self._takes_rows,
         )
 
+    def _score(
+        self, batches: list[MicroBatch], groups: Sequence[TrajectoryGroup], weights: LoraWeights
+    ) -> Generator[None, None, ScoredStep]:
+        """Score what the objective needs before any gradient."""
+        return score_step(
+            batches,
+            groups,
+            self._objective,
+            self._gradient.score,
+            policy=weights.lora,
+            width=self._streams.width,
+        )
+
+    def _run_passes(
+        self, batches: Sequence[MicroBatch], weights: LoraWeights, step: int, totals: UpdateTotals, faults: Faults
+    ) -> Generator[Unit, None, Passes]:
+        """Run all passes and compute the optimizer step; add to `totals` and `faults`."""
+
+        def add(done: Round) -> None:
+            self._add_round(totals, faults, done.batches, done.result.statistics, float(done.norm.item()))
+
+        def finish(last: Round) -> OptimizerStep:
+            return self.compute_step(weights.backward(last.gradient_N, self.layout), step)
+
+        optimizer_step, seconds = yield from self._launch(self._rounds(batches, weights, step), finish, add)
+        return Passes(optimizer_step=optimizer_step, seconds=seconds)
+
+    def _launch(
+        self, rounds: Iterator[Round], finish: Callable[[Round], Last], add: Callable[[Round], None]
+    ) -> Generator[None, None, tuple[Last | None, float]]:
+        """Evaluate `rounds`, each while the next one is built, and what `finish` builds of the last; `add` gets each.
+
+        Yields after each. Returns the last result, None without a round, and the device seconds.
+        """
+
+        def build(current: Round) -> tuple[Round | None, Last | None]:
+            following = next(rounds, None)
+            return (following, None) if following is not None else (None, finish(current))
+
+        last: Last | None = None
+        seconds, began = 0.0, time.perf_counter()
+        following = next(rounds, None)
+        while following is not None:
+            current = following
+            current.queue_head()
+            following, last = self._builder.build_during(partial(build, current), current.queue_backward)
+            if last is not None:
+                mx.async_eval(last.all_arrays())
+            elif following is not None and on_cuda():
+                following.queue_trunk()
+            add(current)
+            seconds += time.perf_counter() - began
+            yield None
+            began = time.perf_counter()
+        return last, seconds
+
     def _rounds(self, batches: Sequence[MicroBatch], weights: LoraWeights, step: int) -> Iterator[Round]:
         """Rounds of one micro-batch per stream, built on demand and not evaluated."""
         gradient_N: mx.array | None = None
         for chosen, key in self._rounds_of(batches, step):
-            result = self._gradient(weights.lora, chosen, key)
-            more_N = weights.join(result.gradients, result.scale)
-            gradient_N = more_N if gradient_N is None else gradient_N + more_N
-            yield Round(batches=chosen, result=result, norm=mx.linalg.norm(more_N), gradient_N=gradient_N)
+            following = self._round(chosen, key, weights, gradient_N)
+            gradient_N = following.gradient_N
+            yield following
 
-    def _next(
-        self, rounds: Iterator[Round], current: Round, weights: LoraWeights, step: int
-    ) -> tuple[Round | None, OptimizerStep | None]:
-        """The next round, or the optimizer step if `current` is the last one. Not evaluated."""
-        following = next(rounds, None)
-        if following is not None:
-            return following, None
-        return None, self.compute_step(weights.backward(current.gradient_N, self.layout), step)
+    def _round(
+        self, batches: Sequence[MicroBatch], key: mx.array, weights: LoraWeights, before_N: mx.array | None
+    ) -> Round:
+        """A round whose gradients are added to the sum `before_N`. Not evaluated."""
+        result = self._gradient(weights.lora, batches, key)
+        more_N = weights.join(result.gradients, result.scale)
+        gradient_N = more_N if before_N is None else before_N + more_N
+        return Round(batches=batches, result=result, norm=mx.linalg.norm(more_N), gradient_N=gradient_N)
+
+    def _add_round(
+        self,
+        totals: UpdateTotals,
+        faults: Faults,
+        batches: Sequence[MicroBatch],
+        statistics: Sequence[TokenStatistics],
+        norm: float,
+    ) -> None:
+        for pair in zip(batches, statistics, strict=True):
+            self._add(totals, *pair)
+        faults.check_passes(batches, statistics, norm)
 
     def _add(self, totals: UpdateTotals, batch: MicroBatch, statistics: TokenStatistics) -> None:
         logprobs_N = np.array(statistics.logprobs_N)

@@ -12,8 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.nn.layers.quantized import QuantizedEmbedding, QuantizedLinear
-from mlx_lm.models.switch_layers import QuantizedSwitchLinear
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from parallm.model.kernels.cuda import on_cuda
 from parallm.model.quantized import stored_dtype
@@ -22,14 +21,15 @@ from parallm.model.shared_model import SharedModel, can_batch
 MARGIN = 16.0
 """What float16 holds over the largest hidden state of the trial: other tokens and adapters reach further."""
 TRIAL_TOKENS = 64
-QUANTIZED = (QuantizedLinear, QuantizedEmbedding, QuantizedSwitchLinear)
+KEPT = (nn.QuantizedLinear, nn.QuantizedEmbedding, SwitchLinear, QuantizedSwitchLinear)
+"""Layers whose bases stay as they are stored; experts have not been measured in float16."""
 
 
 def may_be_float16(base: nn.Module, model_type: str) -> bool:
-    """Whether `base` is worth a trial: stored in bfloat16, not quantized, its layers in a list and without states, as
-    these would be rounded from token to token. Evaluates nothing."""
+    """Whether `base` is worth a trial: stored in bfloat16, without quantized layers, experts, and states (they would be
+    rounded from token to token), its layers in a list. Evaluates nothing."""
     layers = getattr(getattr(base, "model", None), "layers", None)
-    is_plain = isinstance(layers, list) and not any(isinstance(module, QUANTIZED) for module in base.modules())
+    is_plain = isinstance(layers, list) and not any(isinstance(module, KEPT) for module in base.modules())
     return on_cuda() and is_plain and stored_dtype(base) == mx.bfloat16 and can_batch(base, model_type)
 
 

@@ -116,10 +116,14 @@ class Collector:
 
     async def _sample(self, problems: Sequence[Problem], step: int, start: int, model: str) -> list[TrajectoryGroup]:
         requests = [self._request(problem, step, index, model) for index, problem in enumerate(problems, start)]
-        episodes = await self._runner.run_episodes(problems, requests)
-        groups = [self._group(*pair) for pair in zip(problems, episodes, strict=True)]
+        groups = await self._play(problems, requests)
         self._fault_log.log(f"step {step + 1}", [(group.problem, fault) for group in groups for fault in group.faulty])
         return groups
+
+    async def _play(self, problems: Sequence[Problem], requests: Sequence[GenerationRequest]) -> list[TrajectoryGroup]:
+        """Sample and score one group per request."""
+        episodes = await self._runner.run_episodes(problems, requests)
+        return [self._group(*pair) for pair in zip(problems, episodes, strict=True)]
 
     def _request(self, problem: Problem, step: int, index: int, model: str) -> GenerationRequest:
         sampling = SamplingParams(

@@ -121,13 +121,19 @@ class Evaluator:
         """Return the episodes of each request; requests go through the problems in order, once or twice."""
         problems = [self.problems[index % len(self.problems)] for index in range(len(requests))]
         total = sum(request.n for request in requests)
-        runner = RolloutRunner(self.generate, self.tokenizer, self.environment, self.rollout, self.reward_model)
-        groups = await runner.run_episodes(problems, requests, lambda done: progress(done, total))
+        groups = await self._play(problems, requests, lambda done: progress(done, total))
         pairs = [(problem, scored) for problem, group in zip(problems, groups, strict=True) for scored in group]
         faults = [(problem, scored.score.fault) for problem, scored in pairs if scored.score.fault]
         self.fault_log.log("evaluation", faults)
         raise_if_none_scored("evaluation", [fault for _, fault in faults], len(pairs) - len(faults))
         return groups
+
+    async def _play(
+        self, problems: Sequence[Problem], requests: Sequence[GenerationRequest], progress: Callable[[int], None]
+    ) -> list[list[ScoredEpisode]]:
+        """Return the episodes of each request; `progress` gets their number after each score."""
+        runner = RolloutRunner(self.generate, self.tokenizer, self.environment, self.rollout, self.reward_model)
+        return await runner.run_episodes(problems, requests, progress)
 
     def _requests(self, model: str, samples: Samples | None = None) -> list[GenerationRequest]:
         """Return a request of each problem: greedy, or for `samples`."""

@@ -70,23 +70,35 @@ class RolloutRunner:
     ) -> list[list[ScoredEpisode]]:
         """Return the episodes of each problem's request, by index; `progress` gets their number after each score.
 
-        Raises what generating raises, after the other episodes are cancelled.
+        Raises what generating raises, after the other episodes are cancelled. Sessions of episodes that were not scored
+        are closed, however it ends.
         """
         first = [self._for_turn(*pair, turn=0) for pair in zip(problems, requests, strict=True)]
         opened: dict[int, OpenedGroup] = {}
+        unscored: dict[tuple[int, int], EnvironmentSession] = {}  # by the indices of request and completion
         groups: list[list[ScoredEpisode]] = [[] for _ in requests]
 
         async def finish(index: int, completion: Completion) -> None:
             episode = self._begin(problems[index], requests[index], completion, opened[index])
             await self._run_later_turns(episode)
-            groups[index].append(await self._score(episode))
+            scored = await self._score(episode)
+            session = unscored.pop((index, completion.index), None)
+            if session is not None and scored.score.fault is not None:
+                close_session(problems[index], session)
+            groups[index].append(scored)
             progress(sum(map(len, groups)))
 
-        async with task_group() as tasks, aclosing(self._completions(problems, first)) as completions:
-            async for index, completion in completions:
-                if index not in opened:
-                    opened[index] = self._open(problems[index], requests[index].n)
-                tasks.create_task(finish(index, completion))
+        try:
+            async with task_group() as tasks, aclosing(self._completions(problems, first)) as completions:
+                async for index, completion in completions:
+                    if index not in opened:
+                        opened[index] = self._open(problems[index], requests[index].n)
+                        sessions = enumerate(opened[index][0])
+                        unscored |= {(index, place): session for place, session in sessions if session is not None}
+                    tasks.create_task(finish(index, completion))
+        finally:
+            for (index, _), session in unscored.items():
+                close_session(problems[index], session)
         scored = [sorted(group, key=lambda one: one.episode.index) for group in groups]
         return scored if self._reward_model is None else await self._reward_model.rated(scored)
 
@@ -118,10 +130,7 @@ class RolloutRunner:
 
     async def _score(self, episode: Episode) -> ScoredEpisode:
         call = score_call(self._environment, episode) if episode.fault is None else None
-        scored = to_score(self._environment, episode, await self._calls.call(call) if call else CallResult())
-        if scored.score.fault is not None:
-            close_session(episode)
-        return scored
+        return to_score(self._environment, episode, await self._calls.call(call) if call else CallResult())
 
     def _append(self, episode: Episode, completion: Completion) -> None:
         if not self._has_turns(episode.problem):
@@ -212,9 +221,9 @@ async def task_group() -> AsyncGenerator[asyncio.TaskGroup, None]:
         raise first from first.__cause__
 
 
-def close_session(episode: Episode) -> None:
-    if episode.session is not None and (fault := attempt(episode.session.close).fault) is not None:
-        logger.warning("problem %s: closing an episode has failed: %s", episode.problem.problem_id, fault.detail)
+def close_session(problem: Problem, session: EnvironmentSession) -> None:
+    if (fault := attempt(session.close).fault) is not None:
+        logger.warning("problem %s: closing an episode has failed: %s", problem.problem_id, fault.detail)
 
 
 def fault_of_open(value: object, count: int) -> EnvironmentFault | None:

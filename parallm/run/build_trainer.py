@@ -8,11 +8,11 @@ import logging
 from contextlib import AsyncExitStack
 from functools import partial
 
-from parallm.checkpoint.manager import CheckpointManager
 from parallm.checkpoint.state import RunFacts, TrainingState
 from parallm.config.run_folder import TRAJECTORIES
 from parallm.config.run_kinds import CHOICES, kind_of, recorded_keys
 from parallm.config.schema import RunConfig
+from parallm.distributed.parts import Single
 from parallm.errors import CheckpointError, ConfigError
 from parallm.integrations.atropos.source import AtroposSource
 from parallm.integrations.atropos.trainer_client import Registration
@@ -20,7 +20,6 @@ from parallm.learner.datasets import Dataset
 from parallm.learner.learner import Learner
 from parallm.learner.loss.objective import resolve_objective
 from parallm.model.adapters.adapter import Adapter
-from parallm.rollout.collector import Collector
 from parallm.rollout.evaluation import Evaluator
 from parallm.rollout.live.scoring_functions import environment_scoring_functions
 from parallm.rollout.live.source import LiveSource
@@ -45,17 +44,17 @@ logger = logging.getLogger(__name__)
 
 
 async def build_policy_run(
-    spec: PolicySpec, runtime: Runtime, data: TrainingData, sources: AsyncExitStack
+    spec: PolicySpec, runtime: Runtime, data: TrainingData, sources: AsyncExitStack, parts: Single
 ) -> PolicyRun:
     """Build a trainer that continues after its newest checkpoint. `sources` closes where its trajectories come from.
 
-    Raises ConfigError, CheckpointError.
+    `parts` makes what differs with several workers. Raises ConfigError, CheckpointError.
     """
     config, rollout, settings = spec.config, spec.config.rollout, spec.config.trainer
     reward_model = await open_reward_model(
         rollout.reward_model, config.learner, runtime.device, runtime.model, runtime.streams
     )
-    context = await _trainer_context(spec, runtime, data, reward_model)
+    context = await _trainer_context(spec, runtime, data, reward_model, parts)
     live: LiveSource | None = None
     atropos: AtroposSource | None = None
     trainer: Loop
@@ -74,13 +73,15 @@ async def build_policy_run(
     else:
         context = _drawing_from(context, context.collector.stream)
         trainer = Trainer(context, settings, rollout)
-    state, resumed_version = await _restore(spec, runtime, context, trainer)
+    base = {"the base": context.fingerprint.model_sha256, "problems": context.facts.problems}
+    await parts.check_same({**base, "the adapter": context.learner.adapter.digest}, context.learner)
+    state, resumed_version = await _restore(spec, runtime, context, trainer, parts)
     _report_resumption(context, state, live, resumed_version)
     if live is not None:
         scores = environment_scoring_functions(config.environment.name, data.environment)
         live.connect(partial(runtime.model.tokenizer.decode, special=True), scores)
     given_updates = None
-    if data.given is None:
+    if data.given is None and parts.takes_updates:
         given_updates = GivenUpdates(
             trainer,
             context,
@@ -132,13 +133,13 @@ async def _write_adapter(run: PolicyRun, runtime: Runtime) -> Adapter | None:
 
 
 async def _trainer_context(
-    spec: PolicySpec, runtime: Runtime, data: TrainingData, reward_model: RewardModel | None
+    spec: PolicySpec, runtime: Runtime, data: TrainingData, reward_model: RewardModel | None, parts: Single
 ) -> TrainerContext:
     config, kind = spec.config, kind_of(spec.config)
     if kind == "rollouts" or (kind != "reward_model" and data.splits.test):
         _check_context(config, runtime)
     steps, rollout, seed = config.trainer.steps, config.rollout, config.seed
-    make_learner = partial(Learner, runtime.model, runtime.streams, config.learner, start=runtime.start)
+    make_learner = partial(parts.learner, runtime.model, runtime.streams, config.learner, start=runtime.start)
     learner = await on_device(runtime.device, partial(make_learner, total_steps=steps, seed=seed))
     fingerprint = await on_device(runtime.device, partial(fingerprint_of, runtime.model, runtime.start))
     facts = RunFacts(
@@ -149,7 +150,7 @@ async def _trainer_context(
     )
     generate, tokenizer = runtime.engine.completions, runtime.model.tokenizer
     stream = make_stream(data.environment, data.splits.train, seed)
-    collector = Collector(generate, tokenizer, data.environment, stream, rollout, seed, reward_model)
+    collector = parts.collector(generate, tokenizer, data.environment, stream, rollout, seed, reward_model)
     evaluator = Evaluator(
         generate=generate,
         tokenizer=tokenizer,
@@ -165,12 +166,13 @@ async def _trainer_context(
         learner=learner,
         adapters=runtime.adapters,
         collector=collector,
-        evaluator=evaluator if data.splits.test else None,
-        checkpoints=CheckpointManager(spec.folder, config.checkpoint),
+        evaluator=parts.evaluator(evaluator) if data.splits.test else None,
+        checkpoints=parts.checkpoints(spec.folder, config.checkpoint),
         fingerprint=fingerprint,
         facts=facts,
         recorder=spec.recorder,
         display=spec.display,
+        make_pacing=parts.make_pacing(learner),
     )
 
 
@@ -196,7 +198,7 @@ def _drawing_from(context: TrainerContext, stream: Stream) -> TrainerContext:
 
 
 async def _restore(
-    spec: PolicySpec, runtime: Runtime, context: TrainerContext, trainer: Loop
+    spec: PolicySpec, runtime: Runtime, context: TrainerContext, trainer: Loop, parts: Single
 ) -> tuple[TrainingState | None, int]:
     """Restore the newest checkpoint, if there is one. Return it, and the version that the trainer continues from."""
     config = spec.config
@@ -209,7 +211,7 @@ async def _restore(
         trainer.resume(state)
     resumed_version = context.learner.adapter.version
     # operators may have named versions that no checkpoint holds: their numbers must not be given again
-    pinned, learner = runtime.kept.state.pinned(spec.name), context.learner
+    pinned, learner = await parts.largest(runtime.kept.state.pinned(spec.name)), context.learner
     if isinstance(learner, Learner) and pinned > resumed_version:
         trainer.renumbered(await on_device(runtime.device, partial(learner.renumber, pinned + 1)))
     return state, resumed_version

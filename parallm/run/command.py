@@ -4,7 +4,6 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -34,12 +33,16 @@ from parallm.config.run_folder import (
     locked_run_folder,
     remove_unused,
 )
-from parallm.config.schema import COMMANDS, keys_elsewhere, known_keys, shipped, to_config
+from parallm.config.schema import COMMANDS, RunConfig, keys_elsewhere, known_keys, shipped, to_config
 from parallm.device.blas import BlasReport, load_blas
 from parallm.device.load_mlx import load_mlx
+from parallm.device.settings import BlasSettings
+from parallm.distributed.launcher import launch, must_launch
+from parallm.distributed.team import join_team
 from parallm.errors import ConfigError, ParallmError
 from parallm.metrics.machine import describe_versions
 from parallm.metrics.sweep import Job, report_sweep
+from parallm.run.workers import shared_facts
 
 Run = Callable[[Any, Path, BlasReport], int]
 """Runs a configuration to its end in a folder and returns an exit code."""
@@ -122,7 +125,6 @@ def _compose_and_run(name: str, run: Run | None) -> int:
 
 
 def _run_job(composed: DictConfig, folder: Path, name: str, run: Run | None) -> int:
-    keeps_log = name == TRAIN
     if HydraConfig.get().mode == RunMode.MULTIRUN:
         sys.stderr.write(f"parallm: job {HydraConfig.get().job.num}: {HydraConfig.get().job.override_dirname}\n")
     code = FAILED
@@ -130,25 +132,43 @@ def _run_job(composed: DictConfig, folder: Path, name: str, run: Run | None) -> 
     try:
         config = to_config(with_asked_environment(composed), COMMANDS[name])
         form = config.log_format
-        if keeps_log:
-            check_writable(folder)
-        log = folder / LOG if keeps_log else None
-        with locked_run_folder(folder) if keeps_log else nullcontext(), logging_to(log, config.log_level, form):
-            blas = load_blas(config.device)
-            logger.info(blas.message)
-            load_mlx(hides_torch=True)
-            if keeps_log:
-                (folder / CONFIG).write_text(OmegaConf.to_yaml(composed, resolve=True))
-            run = run or resolve_name(WIRING[name])
-            code = run(config, folder, blas)
+        if isinstance(config, RunConfig):
+            code = _run_worker(config, composed, folder, run)
+        else:
+            with logging_to(None, config.log_level, form):
+                blas = _load(config.device)
+                run = run or resolve_name(WIRING[name])
+                code = run(config, folder, blas)
     except ConfigError as error:
         code = _complain(str(error), WRONG_CONFIG, form)
     except ParallmError as error:
         code = _complain(str(error), FAILED, form)
     finally:
-        if code != SUCCESS or not keeps_log:
+        if code != SUCCESS or name != TRAIN:
             remove_unused(folder)
     return code
+
+
+def _run_worker(config: RunConfig, composed: DictConfig, folder: Path, run: Run | None) -> int:
+    """Train in `folder`: alone, as one of the workers that a launcher has started, or by launching them."""
+    if must_launch(config.distributed):
+        return launch(config.distributed, sys.argv[1:], folder)
+    with join_team(config.distributed, folder, shared_facts(config)) as team:
+        if team.folder != folder:
+            remove_unused(folder)
+        check_writable(team.folder)
+        with locked_run_folder(team.folder), logging_to(team.folder / LOG, config.log_level, config.log_format):
+            blas = _load(config.device)
+            (team.folder / CONFIG).write_text(OmegaConf.to_yaml(composed, resolve=True))
+            return team.bound(run or resolve_name(WIRING[TRAIN]))(config, team.folder, blas)
+
+
+def _load(device: BlasSettings) -> BlasReport:
+    """Load the BLAS, then MLX."""
+    blas = load_blas(device)
+    logger.info(blas.message)
+    load_mlx(hides_torch=True)
+    return blas
 
 
 def _complain(message: str, code: int, form: LogForm = "text") -> int:

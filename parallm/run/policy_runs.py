@@ -7,7 +7,7 @@ import asyncio
 import dataclasses
 import logging
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -28,6 +28,7 @@ from parallm.metrics.eta import Schedule
 from parallm.metrics.formatting import short_path
 from parallm.metrics.log_capture import PROGRESS
 from parallm.metrics.record import RunRecorder
+from parallm.metrics.settings import MetricsSettings
 from parallm.model.adapters.table import AdapterTable
 from parallm.reports import TrainingStatus
 from parallm.rollout.live.source import LiveSource
@@ -79,7 +80,7 @@ class PolicyRun:
     atropos: AtroposSource | None
     """The trajectories of Atropos environments, for rollout=atropos."""
     given_updates: GivenUpdates | None
-    """Updates on trajectories of clients; None for supervised training and reward models."""
+    """Updates on trajectories of clients; None for supervised training, reward models and several workers."""
 
     @property
     def name(self) -> str:
@@ -100,8 +101,15 @@ class PolicyRun:
         return status
 
 
+MakeRecorder = Callable[[Path, MetricsSettings, Mapping[str, Any]], RunRecorder]
+
+
 def make_policy_specs(
-    config: RunConfig, folder: Path, display: Display, schedules: Mapping[str, Schedule]
+    config: RunConfig,
+    folder: Path,
+    display: Display,
+    schedules: Mapping[str, Schedule],
+    make_recorder: MakeRecorder,
 ) -> tuple[PolicySpec, ...]:
     """Return the policies of a run, `policy` alone if it names none. Makes their folders. Raises ConfigError."""
     configs = {name: _with_port(policy) for name, policy in policy_configs(config).items()}
@@ -122,7 +130,7 @@ def make_policy_specs(
             folder=folders[name],
             title=f"{config.name}: {name}" if config.policies else config.name,
             figures=f"{figures}.{name}" if config.policies else figures,
-            recorder=RunRecorder(folders[name], policy.metrics, dataclasses.asdict(policy)),
+            recorder=make_recorder(folders[name], policy.metrics, dataclasses.asdict(policy)),
             display=named_display(name=name, schedule=schedules[name]) if config.policies else display,
         )
         for name, policy in configs.items()
@@ -255,7 +263,9 @@ class TrainingControl:
         if len(runs) > 1:
             raise InvalidRequest(f"name the policy to train: {', '.join(run.name for run in runs)}", "policy")
         if runs[0].given_updates is None:
-            raise Unavailable("this run learns from learner.data and not from completions with rewards")
+            raise Unavailable(
+                "this run takes no completions with rewards: it learns from learner.data, or has several workers"
+            )
         return await runs[0].given_updates.update(given, serve=serve, checkpoint_name=checkpoint_name)
 
     async def checkpoint(self, policy: str | None) -> Mapping[str, str]:

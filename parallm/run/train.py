@@ -17,6 +17,8 @@ from fastapi import FastAPI
 from parallm.config.run_folder import link_latest
 from parallm.config.schema import RunConfig, policy_configs, shipped
 from parallm.device.blas import BlasReport
+from parallm.distributed.parts import Single, parts_for
+from parallm.distributed.team import Team
 from parallm.environment.environment import AnyEnvironment, connect
 from parallm.errors import CheckpointError, ConfigError
 from parallm.integrations.atropos.intake import Rescorer
@@ -45,13 +47,18 @@ from parallm.run.policy_runs import (
 )
 from parallm.run.runtime import Runtime, RuntimeSettings, header_of, open_application, open_runtime, resolve_model
 from parallm.run.training_data import read_training_data
+from parallm.run.workers import own_config
 from parallm.server.operation.http_server import HttpServer, Listener, listening
 from parallm.types import LATEST, POLICY
 
 
-def run_training(config: RunConfig, folder: Path, blas: BlasReport) -> int:
-    """Train, and answer HTTP meanwhile. Returns the exit code; raises ParallmError."""
-    asyncio.run(_train(config, folder, blas))
+def run_training(config: RunConfig, folder: Path, blas: BlasReport, team: Team | None = None) -> int:
+    """Train, and answer HTTP meanwhile. Returns the exit code; raises ParallmError.
+
+    `team`: the workers of the run, if there are several.
+    """
+    own = config if team is None else own_config(config, team.identity.rank)
+    asyncio.run(_train(own, folder, blas, parts_for(config.distributed, team)))
     return 0
 
 
@@ -75,6 +82,8 @@ class TrainingRun:
     """The BLAS, for the title of figures; empty for the reference BLAS."""
     app: FastAPI
     server: HttpServer | None
+    writes: bool
+    """Whether this process writes the run's adapter."""
 
     @property
     def was_stopped(self) -> bool:
@@ -93,7 +102,7 @@ class TrainingRun:
                 spec.recorder.finish(spec.figures, title=spec.title, device=self.device_name) for spec in specs
             ]
             await self.processes.aclose()
-        for policy, summary in zip(self.policies, summaries, strict=True):
+        for policy, summary in zip(self.policies, summaries, strict=True) if self.writes else ():
             await self._finish(policy, summary, failures.get(policy.name))
         raise_failures(failures, is_alone=len(self.policies) == 1)
 
@@ -125,11 +134,13 @@ async def open_training(
     blas: BlasReport,
     listener: Listener,
     environment: AnyEnvironment | None = None,
+    parts: Single | None = None,
 ) -> AsyncIterator[TrainingRun]:
     """Open a run with a configuration that is `checked`. `environment` replaces the one that it names.
 
-    Raises ParallmError.
+    `parts`: those of one of several workers; None: those of a process that trains alone. Raises ParallmError.
     """
+    parts = parts or parts_for(config.distributed, None)
     configs = policy_configs(config)
     data = {name: read_training_data(policy, environment) for name, policy in configs.items()}
     schedules = {
@@ -144,7 +155,7 @@ async def open_training(
     display = make_display("lines" if is_auto_lines else config.metrics.display, sys.stdout, is_logged=True)
     async with AsyncExitStack() as stack:
         stack.callback(display.close)
-        specs = make_policy_specs(config, folder, display, schedules)
+        specs = make_policy_specs(config, folder, display, schedules, parts.recorder)
         runtime = await stack.enter_async_context(open_runtime(_settings(config, folder), blas, display.message))
         header = header_of(config.name, config.model, blas, listener.url)
         schedule = None if config.policies else schedules[POLICY]
@@ -154,14 +165,15 @@ async def open_training(
         for spec in specs:
             connect(data[spec.name].environment, judge)
             policy_runtime = runtime.for_policy(spec.name)
-            policies += (await build_policy_run(spec, policy_runtime, data[spec.name], stack),)
+            policies += (await build_policy_run(spec, policy_runtime, data[spec.name], stack, parts),)
         processes = await stack.enter_async_context(AsyncExitStack())
         for policy in policies:
             await _start_atropos(policy, runtime, listener.url, processes)
         versions = {policy.name: policy.resumed_version for policy in policies}
         for text in await runtime.restore(config.server.adapters, versions):
             display.message(text)
-        link_latest(folder)
+        if parts.is_leader:
+            link_latest(folder)
         for policy in policies:
             policy.spec.recorder.start()
         control = TrainingControl(policies)
@@ -187,13 +199,14 @@ async def open_training(
             device_name="" if blas.name == "reference" else blas.name,
             app=application.app,
             server=application.server,
+            writes=parts.is_leader,
         )
 
 
-async def _train(config: RunConfig, folder: Path, blas: BlasReport) -> None:
+async def _train(config: RunConfig, folder: Path, blas: BlasReport, parts: Single) -> None:
     config = checked(config)
     with listening(config.server) as listener:
-        async with open_training(config, folder, blas, listener) as run:
+        async with open_training(config, folder, blas, listener, parts=parts) as run:
             stop_on_signals(run.drain_and_stop, "finishing this step, then saving and leaving")
             await run.train()
             if run.was_stopped:

@@ -1,6 +1,8 @@
 """The parts of one training run. `run/build_trainer.py` makes it, the trainer drives it."""
 
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from parallm.checkpoint.manager import CheckpointManager
 from parallm.checkpoint.state import Fingerprint, RunFacts
@@ -14,6 +16,7 @@ from parallm.model.adapters.table import AdapterTable
 from parallm.rollout.collector import Collector
 from parallm.rollout.evaluation import Evaluator
 from parallm.trainer.evaluators import DemonstrationEvaluator, PairEvaluator
+from parallm.trainer.pacing import Pacing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +34,8 @@ class TrainerContext:
     facts: RunFacts
     recorder: RunRecorder
     display: Display
+    make_pacing: Callable[[Callable[[], Awaitable[Path]]], Pacing] = Pacing
+    """Called with what saves between two steps."""
 
     @property
     def policy(self) -> str:

@@ -7,6 +7,7 @@ import asyncio
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,7 +21,6 @@ from parallm.reports import State, TrainingStatus, UpdateReport
 from parallm.trainer.context import TrainerContext
 from parallm.trainer.evaluations import Evaluations
 from parallm.trainer.guard import Guard, Verdict
-from parallm.trainer.pacing import Pacing
 from parallm.trainer.publication import Publication
 from parallm.trainer.recovery import Recovery
 from parallm.trainer.saving import Saver
@@ -45,8 +45,7 @@ class Loop(ABC):
         self._guard = Guard(settings.guard, compares=context.learner.adapter.dropout == 0)
         self._recovery = Recovery(context, self._guard, self._publication)
         self._saver = Saver(context.device, context.checkpoints, self._state, on_save=self._on_save)
-        self._stopping = asyncio.Event()
-        self.pacing = Pacing(self._save_now)
+        self.pacing = context.make_pacing(self._save_now)
         self._step = 0  # finished steps
         self._version = context.learner.adapter.version  # after the last finished step
         self._has_updated = False  # within the unfinished step, which may leave the version as it is
@@ -92,12 +91,11 @@ class Loop(ABC):
 
     def stop(self) -> None:
         """Finish the present step, or drop the present evaluation; save and leave."""
-        self._stopping.set()
-        self.pacing.wake()
+        self.pacing.stop()
 
     @property
     def was_stopped(self) -> bool:
-        return self._stopping.is_set()
+        return self.pacing.stopping.is_set()
 
     @property
     def num_saves(self) -> int:
@@ -125,6 +123,7 @@ class Loop(ABC):
                 await self.pacing.before_step(self._is_over, self._wait, self._is_ready)
                 if not self._is_over():
                     await self._step_and_save()
+            await self.pacing.after_last_step()
         finally:
             await self._give_up_work_ahead()
         if self._saver.saved_step < self._step:
@@ -174,7 +173,7 @@ class Loop(ABC):
         self, groups: Sequence[TrajectoryGroup], *, max_tokens: int, serve: bool | None = None
     ) -> UpdateReport:
         """Train on `groups` and publish the new version if any weight has moved. `serve`: see `Publication.publish`."""
-        units: Iterator[UpdateReport | None] = self._context.learner.update(
+        units: Iterator[UpdateReport | Future[Any] | None] = self._context.learner.update(
             groups, step=self._step, max_tokens=max_tokens
         )
         report = await asyncio.wrap_future(self._context.device.iterate(units))
@@ -215,7 +214,7 @@ class Loop(ABC):
     async def _evaluate(self) -> None:
         if self._context.evaluator is not None:
             self._set("evaluating")
-        report = await self._evaluations.evaluate(self._step, self._stopping)
+        report = await self._evaluations.evaluate(self._step, self.pacing.stopping)
         if report is not None:
             self._publication.evaluated(report)
         if self._evaluations.is_out_of_patience:

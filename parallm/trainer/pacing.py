@@ -34,6 +34,11 @@ class Pacing:
         self._steps: list[tuple[int, asyncio.Future[None]]] = []  # number of finished steps awaited
         self._has_ended = False
         self._is_waiting = False  # between two steps
+        self.stopping = asyncio.Event()
+        """Set when the run is to finish its step, save and end."""
+        self._longest_pause: float | None = (
+            None  # seconds between two looks at requests while paused; None: until woken
+        )
 
     @property
     def is_paused(self) -> bool:
@@ -84,6 +89,11 @@ class Pacing:
         self.wake()
         return await future
 
+    def stop(self) -> None:
+        """End after the present step."""
+        self.stopping.set()
+        self.wake()
+
     def wake(self) -> None:
         """Wake a waiting loop to check whether it is over."""
         self._changed.set()
@@ -103,12 +113,16 @@ class Pacing:
             on_wait()
             self._changed.clear()
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), None if self._allowed == 0 else POLL_SECONDS)
+                seconds = self._longest_pause if self._allowed == 0 else POLL_SECONDS
+                await asyncio.wait_for(self._changed.wait(), seconds)
             await self._run_requests()
         self._is_waiting = False
         self._num_begun += 1
         if self._allowed:
             self._allowed -= 1
+
+    async def after_last_step(self) -> None:
+        """Called when the run has come to its end without an error."""
 
     def end(self) -> None:
         """Fail all waiting requests: no further step will come."""

@@ -90,17 +90,26 @@ class Measurement:
     minutes: float
     needs: str
     """It does not run without this: model or gpu; empty: it runs everywhere."""
+    is_quick_anywhere: bool = False
+    """Whether it needs nothing of this with small sizes."""
 
 
 MEASUREMENTS: list[Measurement] = []
 
 
 def measurement(
-    bars: Mapping[str, Bar], *, minutes: float, needs: str = ""
+    bars: Mapping[str, Bar], *, minutes: float, needs: str = "", is_quick_anywhere: bool = False
 ) -> Callable[[Callable[[Request], Figures]], Callable[[Request], Figures]]:
     def register(function: Callable[[Request], Figures]) -> Callable[[Request], Figures]:
         MEASUREMENTS.append(
-            Measurement(name=function.__name__, bars=bars, measure=function, minutes=minutes, needs=needs)
+            Measurement(
+                name=function.__name__,
+                bars=bars,
+                measure=function,
+                minutes=minutes,
+                needs=needs,
+                is_quick_anywhere=is_quick_anywhere,
+            )
         )
         return function
 
@@ -114,7 +123,12 @@ def bars() -> dict[str, Bar]:
 
 def chosen(request: Request, here: frozenset[str]) -> list[Measurement]:
     """The measurements of the wanted figures that can run with what is here."""
-    return [one for one in MEASUREMENTS if here.issuperset(one.needs.split()) and any(map(request.wants, one.bars))]
+    return [
+        one
+        for one in MEASUREMENTS
+        if here.issuperset(one.needs.split()) or (request.is_quick and one.is_quick_anywhere)
+        if any(map(request.wants, one.bars))
+    ]
 
 
 def found_here(request: Request) -> frozenset[str]:

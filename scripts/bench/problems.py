@@ -1,5 +1,6 @@
 """Problems and environments of measurements."""
 
+import random
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
@@ -41,6 +42,18 @@ class Ragged(Arithmetic):
 
     def score(self, problem: Problem, text: str) -> Mapping[str, float]:
         return {"even": float(sum(text.encode()) % 2 == 0)}
+
+
+class Lottery(Arithmetic):
+    """Arithmetic problems that are rewarded at random: every group has signal, even where no text makes sense."""
+
+    weights: ClassVar[Mapping[str, float]] = {"luck": 1.0}
+
+    def __init__(self) -> None:
+        super().__init__(ArithmeticSettings(num_train=1024))
+
+    def score(self, problem: Problem, text: str) -> Mapping[str, float]:
+        return {"luck": random.random()}
 
 
 class Unpaid(Arithmetic):

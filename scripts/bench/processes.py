@@ -188,6 +188,11 @@ class Server:
         if self.process.poll() is not None:
             raise RuntimeError(f"{self.log.stem} ended with {self.process.returncode}:\n{self.log_tail()}")
 
+    def wait_to_end(self, seconds: float) -> None:
+        """Raises RuntimeError unless it ends by itself and well."""
+        if code := self.process.wait(seconds):
+            raise RuntimeError(f"{self.log.stem} ended with {code}:\n{self.log_tail()}")
+
     def log_tail(self) -> str:
         return self.log.read_text(errors="replace")[-3000:]
 

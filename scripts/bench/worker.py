@@ -15,7 +15,7 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import bench
 
@@ -33,9 +33,17 @@ def main() -> None:
     elif LIBRARY:
         ctypes.CDLL(LIBRARY, mode=ctypes.RTLD_GLOBAL)
     result = importlib.import_module(name if "." in name else f"bench.workers.{name}").main(**keywords)
+    if inspect.isasyncgen(result):
+        asyncio.run(print_all(result))
+        return
     if inspect.iscoroutine(result):
         result = asyncio.run(result)
     for part in result if isinstance(result, Iterator) else [result]:
+        print(json.dumps(part), flush=True)
+
+
+async def print_all(parts: AsyncIterator[object]) -> None:
+    async for part in parts:
         print(json.dumps(part), flush=True)
 
 

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 from bench.compare import change, change_by_halves, tune
-from bench.measure import engine, learner, serving, vllm
-from bench.measurement import Figures, Request
+from bench.measure import engine, learner, learning, runs, serving, vllm
+from bench.measurement import Figures, Request, bars
 from bench.processes import run_program
 from bench.workers import grpo_steps
-from bench.workers.loads import limits_of_step
+from bench.workers.loads import LEARNING_MODES, limits_of_step
 
 import parallm.engine.engine
 from parallm.engine.sequence import make_sequences
@@ -159,6 +159,74 @@ def test_a_publish_costs_what_the_next_first_token_takes_longer(
     assert figures["publish.p50_ms"] == pytest.approx(p50)
     assert figures["publish.p99_ms"] == pytest.approx(p99)
     assert figures["publish.pointers_p99_ms"] == pytest.approx(0.1)
+
+
+ALONE = {"gaps": [0.007] * 9 + [0.02], "tokens": 9000, "seconds": 1.0, "errors": [], "first": [0.02]}
+UPDATE = {"tokens": 16_000, "seconds": [1.0, 1.0], "peak_gb": 60.0}
+PACKED = UPDATE | {"peak_gb": 28.0}
+
+
+def learning_found(mode: dict[str, Any]) -> dict[str, Any]:
+    """What a worker finds where each mode of learning is `mode`."""
+    shown = ALONE | {"updates_per_minute": 10.0, "update_seconds": [0.6]} | mode
+    parts = {"8b.ragged": UPDATE, "8b.equal": UPDATE, "0.5b.ragged": UPDATE, "0.5b.equal": UPDATE}
+    parts |= {"0.5b.rectangles": UPDATE, "8b-4bit.short": PACKED, "8b-8bit.short": PACKED}
+    parts |= {"8b.publish": {"publish": [0.1] * 9, "failed": 0}, "8b.memory": {"shared": 20, "two_copies": 36}}
+    return {**parts, "8b.streams": {"alone": ALONE} | dict.fromkeys(LEARNING_MODES, shown)}
+
+
+def judged(figures: Figures) -> set[str]:
+    """Those that miss their bars."""
+    return {name for name, value in figures.items() if value is not None and not bars()[name].is_met(value)}
+
+
+def test_learning_that_costs_streams_nothing_is_within_its_bars_and_the_controls_are_not() -> None:
+    figures = learning.learning_figures(learning_found({}))
+    assert None not in figures.values()
+    assert {name for name in judged(figures) if "control" not in name} == set()
+    assert {"gpu.update.control_ragged_vs_equal", "serving.gpu.control_throughput_ratio"} <= judged(figures)
+
+
+@pytest.mark.parametrize(
+    ("changed", "missed"),
+    [
+        ({"8b.ragged": UPDATE | {"seconds": [1.3, 1.3]}}, {"gpu.update.ragged_vs_equal"}),
+        ({"8b-4bit.short": PACKED | {"seconds": [1.5]}}, {"quantized.gpu.4bit.update_vs_full"}),
+        ({"8b-4bit.short": PACKED | {"peak_gb": 31}}, {"quantized.gpu.4bit.peak_vs_full"}),
+        ({"8b.publish": {"publish": [0.1] * 50 + [9.0] * 2, "failed": 1}}, {"serving.gpu.publish_p99_ms"}),
+    ],
+)
+def test_what_is_slower_or_larger_misses_its_bar(changed: dict[str, Any], missed: set[str]) -> None:
+    assert missed <= judged(learning.learning_figures(learning_found({}) | changed))
+
+
+def test_streams_that_wait_for_updates_miss_their_bars() -> None:
+    slow = {"gaps": [0.009] * 9 + [0.5], "tokens": 7000, "updates_per_minute": 5.0, "errors": ["lost"]}
+    names = {"itl_ratio_10_updates", "throughput_ratio_10_updates", "updates_per_minute_10_updates", "errors"}
+    names |= {"itl_ratio_latency_target", "mean_itl_ratio_latency_target"}
+    assert {f"serving.gpu.{name}" for name in names} <= judged(learning.learning_figures(learning_found(slow)))
+
+
+def test_a_step_is_compared_with_what_its_tokens_take_by_themselves() -> None:
+    rates = {"sampling": 10_000.0, "update": 20_000.0}
+    step = {"seconds": 3.3, "sampled": 20_000, "trained": 20_000}
+    assert runs.step_vs_parts([step], rates) == pytest.approx(1.1)
+    assert runs.step_vs_parts([step | {"seconds": 6.0}], rates) > 1.2
+
+
+def test_steps_in_which_a_process_compiles_do_not_count() -> None:
+    row = {"seconds/total": 1.0, "update/skipped": None, "rollout/tokens": 9, "seconds/rollout": 0.5}
+    row |= {"seconds/update": 0.1, "reward/mean": 0.5}
+    slow = row | {"seconds/total": 30.0}
+    rows = [{"step": step} | (slow if step in (1, 2, 11, 12) else row) for step in range(1, 21)]
+    figures = runs.mathling_figures(13, 10, rows)
+    assert figures["gpu.mathling.step_seconds"] == 1.0
+    assert (figures["runs.gpu.mathling.steps"], figures["runs.gpu.mathling.steps_done_again"]) == (20, 3)
+    assert runs.mathling_figures(0, 0, rows)["runs.gpu.mathling.kills"] == 0
+    slower = [one | {"seconds/total": 12.0, "update/skipped": "no signal"} for one in rows]
+    assert {"gpu.mathling.step_seconds", "runs.gpu.mathling.steps_skipped"} <= judged(
+        runs.mathling_figures(13, 10, slower)
+    )
 
 
 def test_the_command_lists_all_figures() -> None:

@@ -66,6 +66,7 @@ def test_the_compiled_forward_gives_the_same_hidden_states(
         assert mx.abs(plain).max().item() > 0.1
 
 
+@pytest.mark.cpu
 @needs_compiler
 def test_a_step_of_known_shapes_runs_no_module_again(
     load_tiny: Callable[..., SharedModel],
@@ -89,6 +90,7 @@ def test_a_step_of_known_shapes_runs_no_module_again(
     assert traced == [8, 8], "once for the base, once for adapters of one structure"
 
 
+@pytest.mark.cpu
 @needs_compiler
 def test_batches_share_their_traces(
     load_tiny: Callable[..., SharedModel], ask: Callable[..., GenerationRequest], monkeypatch: pytest.MonkeyPatch

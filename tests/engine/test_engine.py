@@ -111,6 +111,7 @@ def test_a_prompt_in_chunks_gives_the_tokens_of_a_whole_one_row_by_row(
     assert np.abs(np.array(whole.logprobs) - np.array(parts.logprobs)).max() < 1e-4
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("architecture", ["llama", "mamba"])
 def test_all_completions_of_a_request_share_one_pass_over_the_prompt(
     architecture: str, load_tiny: LoadTiny, ask: Ask, complete: Complete, monkeypatch: pytest.MonkeyPatch
@@ -127,6 +128,7 @@ def test_all_completions_of_a_request_share_one_pass_over_the_prompt(
     assert [completion.index for completion in made] == [0, 1, 2, 3, 4, 5]
 
 
+@pytest.mark.cpu
 def test_more_completions_than_rows_wait_for_a_row(load_tiny: LoadTiny, ask: Ask, complete: Complete) -> None:
     model = load_tiny("llama")
     requests = [ask("a", PROMPT, 5, n=7, seed=1, temperature=1.0), ask("b", prompt(2, 9), 4, n=3, seed=2)]
@@ -154,6 +156,7 @@ def test_a_prompt_without_a_row_is_computed_where_a_lane_had_nothing_to_do(
     assert units == [["a", "b"], ["c"]]
 
 
+@pytest.mark.cpu
 def test_greedy_rows_and_sampled_rows_share_a_batch(load_tiny: LoadTiny, ask: Ask, complete: Complete) -> None:
     model = load_tiny("llama")
     greedy, sampled = ask("g", PROMPT, 9), ask("s", PROMPT, 9, temperature=1.0, seed=4, top_p=0.9)
@@ -192,6 +195,7 @@ def test_completions_say_that_the_base_made_them(load_tiny: LoadTiny, ask: Ask, 
     assert [(span.version, span.start, span.end) for span in spans] == [(0, 0, 6)]
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("architecture", ["llama", "mamba"])
 def test_an_aborted_request_frees_its_rows_and_disturbs_nobody(
     architecture: str, load_tiny: LoadTiny, ask: Ask, complete: Complete, make_engine: MakeEngine
@@ -231,6 +235,7 @@ def test_an_unknown_model_is_refused(load_tiny: LoadTiny, ask: Ask, make_engine:
     assert not engine.has_work("serving")
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("architecture", ["llama", "mamba"])
 def test_a_step_waits_for_the_device_once(
     architecture: str, load_tiny: LoadTiny, ask: Ask, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch

@@ -13,7 +13,7 @@ from parallm.learner.settings import LearnerSettings
 from parallm.model.adapters.adapter import Adapter
 from parallm.model.adapters.table import AdapterTable
 from parallm.model.shared_model import SharedModel
-from parallm.reports import ParityReport
+from parallm.reports import ParityReport, UpdateReport
 from parallm.types import Completion, GenerationRequest, Message, Problem, SamplingParams, Trajectory, TrajectoryGroup
 
 BLAS = load_blas(DeviceSettings())
@@ -45,7 +45,7 @@ def parity(
         groups = [group(one, made[one.request_id]) for one in requests]
         learner = Learner(model, streams, LearnerSettings(), start=adapter, total_steps=1, seed=0)
         report = list(learner.update(groups, step=0, max_tokens=64))[-1]
-        assert report is not None
+        assert isinstance(report, UpdateReport)
         assert report.parity.num_tokens == 60
         return report.parity
 
@@ -82,6 +82,7 @@ def group(asked: GenerationRequest, completions: list[Completion]) -> Trajectory
     return TrajectoryGroup(problem=problem, trajectories=tuple(trajectories))
 
 
+@pytest.mark.cpu
 @pytest.mark.skipif(not BLAS.strict, reason="only a strict BLAS computes a row alike in any company")
 @pytest.mark.parametrize("architecture", EQUAL)
 def test_log_probs_of_engine_and_learner_are_equal_bit_for_bit(

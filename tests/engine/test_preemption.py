@@ -136,6 +136,7 @@ def test_a_storm_of_short_and_long_requests_never_holds_more_than_the_limit(
     assert engine.kv_budget.used == engine.memory.prefixes.nbytes
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("architecture", ["mamba", "jamba", "gemma2"])
 def test_rows_that_run_one_by_one_are_preempted_too(
     architecture: str, load_tiny: Callable[..., SharedModel], ask: Ask, make_engine: MakeEngine
@@ -217,6 +218,7 @@ def test_a_row_that_switched_versions_is_computed_again_with_each_of_them(
     )
 
 
+@pytest.mark.cpu
 def test_an_aborted_request_is_gone_while_it_waits_to_be_computed_again(
     load_tiny: Callable[..., SharedModel], ask: Ask, make_engine: MakeEngine
 ) -> None:
@@ -232,6 +234,7 @@ def test_an_aborted_request_is_gone_while_it_waits_to_be_computed_again(
     assert not engine.has_work("serving")
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("async_scheduling", [False, True])
 def test_what_one_long_row_needed_is_given_back_while_others_run(
     async_scheduling: bool, load_tiny: Callable[..., SharedModel], ask: Ask, make_engine: MakeEngine

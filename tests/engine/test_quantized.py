@@ -56,6 +56,7 @@ def kept(folder: Path, how: str) -> ModelSettings:
     return ModelSettings(path=str(folder), quantized=how, lora=LoraSettings(rank=4))  # type: ignore[arg-type]
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize(("bits", "how"), [(4, "packed"), (4, "unpacked"), (8, "packed")])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_requests_that_come_and_go_get_the_tokens_of_mlx_lm(
@@ -78,6 +79,7 @@ def test_requests_that_come_and_go_get_the_tokens_of_mlx_lm(
     assert [made[request.request_id][0].tokens for request in requests] == reference(folder)
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize(("mode", "bits"), [("mxfp4", 4), ("mxfp8", 8)])
 def test_formats_without_floating_scales_give_the_tokens_of_mlx_lm_too(
     mode: str,
@@ -95,6 +97,7 @@ def test_formats_without_floating_scales_give_the_tokens_of_mlx_lm_too(
         assert [made[request.request_id][0].tokens for request in requests] == reference(folder)
 
 
+@pytest.mark.cpu
 def test_log_probs_are_the_same_to_the_bit_packed_and_unpacked(
     prompts: list[list[int]],
     tiny_quantized: Callable[..., Path],

@@ -49,6 +49,7 @@ def prompt(seed: int) -> list[int]:
     return [int(token) for token in np.random.default_rng(seed).integers(2, 385, 4 + seed % 9)]
 
 
+@pytest.mark.cpu
 @pytest.mark.skipif(not BLAS.strict, reason="only a strict BLAS computes a row alike in any company")
 @pytest.mark.parametrize("apart", [0, 1])
 def test_thirty_two_rows_of_nine_versions_equal_separate_runs(
@@ -170,6 +171,7 @@ FORMS: list[dict[str, object]] = [
 ]
 
 
+@pytest.mark.cpu
 @pytest.mark.skipif(not BLAS.strict, reason="only a strict BLAS computes a row alike in any company")
 @pytest.mark.parametrize("apart", [0, 2])
 def test_versions_of_lora_and_dora_and_different_ranks_share_a_batch_to_the_bit(
@@ -185,6 +187,7 @@ def test_versions_of_lora_and_dora_and_different_ranks_share_a_batch_to_the_bit(
         assert complete(model, [request], table=table) == {request.request_id: together[request.request_id]}
 
 
+@pytest.mark.cpu
 @pytest.mark.skipif(not BLAS.strict, reason="only a strict BLAS computes a row alike in any company")
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_decoding_with_any_form_of_adapter_gives_the_bits_of_the_full_forward(

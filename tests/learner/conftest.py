@@ -19,22 +19,22 @@ VOCABULARY_SIZE = 385
 @pytest.fixture
 def make_start() -> Callable[..., Adapter]:
     """An adapter with products that are not zero: `make_start(model, dropout=0.1)`."""
-
-    def make(model: SharedModel, *, rank: int = 4, dropout: float = 0.0) -> Adapter:
-        arrays = initial_arrays(model.targets, rank, mx.random.key(1))
-        keys = mx.random.split(mx.random.key(2), len(arrays))
-        for key, name in zip(keys, sorted(arrays), strict=True):
-            if name.endswith("lora_b"):
-                arrays[name] = 0.05 * mx.random.normal(arrays[name].shape, key=key)
-        return make_adapter(arrays, version=3, rank=rank, alpha=8.0, dropout=dropout)
-
-    return make
+    return build_start
 
 
 @pytest.fixture
 def make_group() -> Callable[..., TrajectoryGroup]:
     """A group with one trajectory per length; log-probs are made up, so ratios differ from 1."""
     return build_group
+
+
+def build_start(model: SharedModel, *, rank: int = 4, dropout: float = 0.0) -> Adapter:
+    arrays = initial_arrays(model.targets, rank, mx.random.key(1))
+    keys = mx.random.split(mx.random.key(2), len(arrays))
+    for key, name in zip(keys, sorted(arrays), strict=True):
+        if name.endswith("lora_b"):
+            arrays[name] = 0.05 * mx.random.normal(arrays[name].shape, key=key)
+    return make_adapter(arrays, version=3, rank=rank, alpha=8.0, dropout=dropout)
 
 
 def build_group(

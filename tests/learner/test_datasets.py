@@ -178,7 +178,7 @@ def test_a_demonstration_longer_than_the_context_is_named(nano: SharedModel) -> 
 def update(learner: Learner, problems: list[Example], model: SharedModel, step: int) -> UpdateReport:
     groups = [to_group(problem, model.tokenizer, 512) for problem in problems]
     (*_, report) = learner.update(groups, step=step, max_tokens=1)
-    assert report is not None
+    assert isinstance(report, UpdateReport)
     return report
 
 

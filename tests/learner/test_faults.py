@@ -43,7 +43,7 @@ def groups(make_group: Callable[..., TrajectoryGroup]) -> list[TrajectoryGroup]:
 
 def update(learner: Learner, groups: Sequence[TrajectoryGroup], step: int = 0) -> UpdateReport:
     report = list(learner.update(groups, step=step, max_tokens=40))[-1]
-    assert report is not None
+    assert isinstance(report, UpdateReport)
     return report
 
 

@@ -43,7 +43,7 @@ def groups(make_group: MakeGroup) -> list[TrajectoryGroup]:
 
 def update(learner: Learner, groups: Sequence[TrajectoryGroup], step: int = 0) -> UpdateReport:
     report = list(learner.update(groups, step=step, max_tokens=40))[-1]
-    assert report is not None
+    assert isinstance(report, UpdateReport)
     return report
 
 
@@ -128,6 +128,7 @@ def test_an_update_can_be_interrupted_between_its_micro_batches(
     assert kinds[-1] == (UpdateReport, False)
 
 
+@pytest.mark.cpu
 def test_a_policy_that_gives_the_sampled_log_probs_is_exactly_on_policy(
     make_learner: MakeLearner, groups: list[TrajectoryGroup], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,7 +34,7 @@ def update(
         start = make_start(model)
         learner = Learner(model, streams, settings, start=start, total_steps=10, seed=0)
         report = list(learner.update(groups, step=0, max_tokens=40))[-1]
-        assert report is not None
+        assert isinstance(report, UpdateReport)
         return report, {name: array - start.arrays[name] for name, array in learner.adapter.arrays.items()}
 
     return run
@@ -57,6 +57,7 @@ def load(folder: Path, how: str = "auto") -> SharedModel:
     return load_shared_model(ModelSettings(path=str(folder), quantized=how, lora=LoraSettings(rank=4)))  # type: ignore[arg-type]
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("how", ["packed", "unpacked"])
 def test_gradients_are_to_the_bit_those_on_the_base_written_out(
     how: str, quantized: Path, written_out: Path, update: Update

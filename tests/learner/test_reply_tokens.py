@@ -29,7 +29,7 @@ def update(
         settings = LearnerSettings(preset=preset, warmup_steps=0, learning_rate=1e-3)  # type: ignore[arg-type]
         learner = Learner(model, streams, settings, start=make_start(model), total_steps=10, seed=0)
         report = list(learner.update(groups, step=0, max_tokens=40))[-1]
-        assert report is not None
+        assert isinstance(report, UpdateReport)
         return learner.adapter, report
 
     return run

@@ -44,7 +44,8 @@ def half_model(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempP
         if packs:
             nn.quantize(base, 32, 8, class_predicate=lambda _, module: isinstance(module, SwitchLinear))
             (folder / "config.json").write_text(json.dumps(config | {"quantization": {"group_size": 32, "bits": 8}}))
-        arrays = {name: half(name, array, KEPT[architecture]) for name, array in tree_flatten(base.parameters())}
+        kept = KEPT.get(architecture, set())
+        arrays = {name: half(name, array, kept) for name, array in tree_flatten(base.parameters())}
         mx.save_safetensors(str(folder / "model.safetensors"), arrays, metadata={"format": "mlx"})
         return folder
 
@@ -165,6 +166,12 @@ def test_only_plain_bases_in_bfloat16_are_tried(
     tiny_model: Callable[[str], Path],
     tiny_quantized: Callable[..., Path],
 ) -> None:
-    folders = stored_half(), tiny_model("llama"), tiny_quantized("llama", bits=4), half_model("lfm2_moe")
+    folders = (
+        stored_half(),
+        tiny_model("llama"),
+        tiny_quantized("llama", bits=4),
+        half_model("qwen3_5"),
+        half_model("mixtral"),
+    )
     found = [may_be_float16(base, config["model_type"]) for base, config in (load_base(one, "") for one in folders)]
-    assert found == [True, False, False, False]  # float32, quantized, recurrent
+    assert found == [True, False, False, False, False]  # float32, quantized, recurrent, experts

@@ -1,7 +1,9 @@
 """How a quantized base is kept, and what tells it from others."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -10,6 +12,7 @@ from mlx_lm.convert import convert
 from mlx_lm.utils import load_model
 
 from parallm.errors import ModelError
+from parallm.model import quantized
 from parallm.model.load import NANO, load_shared_model
 from parallm.model.quantized import UnpackingLinear, unpacked_bytes
 from parallm.model.settings import LoraSettings, ModelSettings
@@ -27,6 +30,7 @@ def kind(model: SharedModel) -> type[nn.Module]:
     return type(model.base.layers[0].mlp.up_proj.linear)
 
 
+@pytest.mark.cpu
 def test_a_cpu_unpacks_weights_where_memory_allows_it(
     tiny_quantized: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -56,6 +60,7 @@ def test_the_fingerprint_is_of_what_is_stored(tiny_quantized: Callable[..., Path
     assert load(four).sha256 != load(eight).sha256
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("architecture", ["llama", "starcoder2", "gemma"])
 def test_gradients_of_inputs_are_those_of_unpacked_weights(
     architecture: str, tiny_quantized: Callable[..., Path]
@@ -71,6 +76,25 @@ def test_gradients_of_inputs_are_those_of_unpacked_weights(
 
         gradients.append(mx.grad(loss)(mx.array(1.0)).item())
     assert gradients[0] == gradients[1] != 0
+
+
+def test_cuda_unpacks_weights_for_products_of_many_rows(
+    tiny_quantized: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And has the gradient of the inputs from the unpacked ones."""
+    layer = load(tiny_quantized("llama", bits=4), "packed").base.layers[0].mlp.up_proj.linear
+    monkeypatch.setattr(quantized, "on_cuda", lambda: True)
+    for rows, times in ((quantized.MANY_ROWS - 1, 0), (quantized.MANY_ROWS, 2)):
+        unpacked = Mock(side_effect=quantized.unpacked)
+        monkeypatch.setattr(quantized, "unpacked", unpacked)
+        x = mx.random.normal((1, rows, layer.weight.shape[1] * 8))
+        found, expected = (
+            mx.grad(lambda x, product=product: mx.sin(product(x)).sum())(x)
+            for product in (layer, partial(nn.QuantizedLinear.__call__, layer))
+        )
+        assert mx.allclose(found, expected, atol=1e-4, rtol=1e-4)
+        assert unpacked.call_count == times
+        monkeypatch.setattr(quantized, "unpacked", unpacked.side_effect)
 
 
 def test_a_backward_keeps_no_unpacked_weights(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
-"""Seconds of a step of episodes of several turns, whose environment takes its time; each at its own pace, or all in
-lock step.
+"""Seconds of steps of episodes of several turns, whose environment takes its time; each at its own pace, or all in lock
+step; one step after the other, or the next one sampled ahead.
 
 Lengths of turns and seconds of replies lie between bounds and are as likely anywhere on a logarithmic scale. They
 follow from the request and the turns, so that both ways do the same work.
@@ -12,15 +12,18 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequen
 from contextlib import aclosing
 from dataclasses import replace
 from random import Random
+from typing import cast
 
 from bench.problems import load_problems
 from bench.workers.workbench import open_workbench
 
 from parallm.engine.settings import SpeculationSettings
 from parallm.environment.environment import RewardParts
+from parallm.rollout.collector import Collector, RolloutBatch
 from parallm.rollout.runner import Generate, RolloutRunner
 from parallm.rollout.scoring import ScoredEpisode
 from parallm.rollout.settings import EpisodeSettings
+from parallm.trainer.trainer import Pipeline
 from parallm.types import POLICY, Completion, GenerationRequest, Message, Problem, SamplingParams, Split
 
 Bounds = tuple[float, float]
@@ -79,6 +82,40 @@ class LockStep(RolloutRunner):
         return [sorted(group, key=lambda one: one.episode.index) for group in groups]
 
 
+class Steps:
+    """The collector of a pipeline that trains on nothing: a step is `size` of the episodes."""
+
+    def __init__(
+        self, runner: RolloutRunner, problems: Sequence[Problem], requests: Sequence[GenerationRequest], size: int
+    ) -> None:
+        self.groups: dict[int, list[list[ScoredEpisode]]] = {}
+        self._runner = runner
+        self._problems = problems
+        self._requests = requests
+        self._size = size
+
+    async def collect(self, step: int, model: str) -> RolloutBatch:
+        part = slice(step * self._size, (step + 1) * self._size)
+        self.groups[step] = await self._runner.run_episodes(self._problems[part], self._requests[part])
+        return RolloutBatch(first=(), sampled=(), seconds=0.0)
+
+    async def collect_all(self, limit: int) -> None:
+        """Collect each step as a trainer with `max_off_policy_steps=limit` does, whose updates take no time."""
+        num_steps = len(self._requests) // self._size
+        pipeline = Pipeline(cast(Collector, self), lambda: 0, policy=POLICY, limit=limit, num_steps=num_steps)
+        for step in range(num_steps):
+            await pipeline.take(step)
+
+
+WAYS: Mapping[str, tuple[type[RolloutRunner], int]] = {
+    "ahead": (RolloutRunner, 1),
+    "steps": (RolloutRunner, 0),
+    "lock step": (LockStep, 0),
+    "lock step ahead": (LockStep, 1),
+}
+"""How episodes go, and `trainer.max_off_policy_steps`."""
+
+
 async def main(
     *,
     episodes: int,
@@ -88,13 +125,9 @@ async def main(
     reply_seconds: Bounds,
     score_seconds: float = 0.0,
     is_async: bool = True,
-    ways: Sequence[str] = ("stream", "steps", "lock step"),
+    ways: Sequence[str] = tuple(WAYS),
 ) -> dict[str, float]:
-    """Seconds of each way. Raises ValueError if two ways sample different tokens.
-
-    stream: an episode that ends makes room for another one; steps: `at_once` episodes after the others, each at its own
-    pace; lock step: the same, turn by turn.
-    """
+    """Seconds of each of `ways`, for steps of `at_once` episodes. Raises ValueError if two sample different tokens."""
     seconds, sampled = {}, set()
     settings = EpisodeSettings(max_turns=turns, max_tokens=turns * (int(lengths[1]) + 16), score_seconds=60)
     environment, problems = Slow(reply_seconds, score_seconds, is_async=is_async), load_problems(None, episodes)
@@ -104,26 +137,18 @@ async def main(
         sampling = SamplingParams(max_tokens=settings.max_tokens, seed=0, ignore_eos=True)
         requests = bench.requests("episodes", None, episodes, sampling, n=1, model=POLICY)
         for way in ways:
-            make, size = LockStep if way == "lock step" else RolloutRunner, 1 if way == "stream" else at_once
+            make, limit = WAYS[way]
             runner = make(cut(bench.engine.completions, lengths), bench.model.tokenizer, environment, settings)
+            steps = Steps(runner, problems, requests, at_once)
             await bench.engine.reset_caches()
             began = time.perf_counter()
-            places = asyncio.Semaphore(at_once // size)
-            slices = [slice(first, first + size) for first in range(0, episodes, size)]
-            parts = await asyncio.gather(*[run(runner, problems[one], requests[one], places) for one in slices])
+            await steps.collect_all(limit)
             seconds[way] = time.perf_counter() - began
-            done = [one for part in parts for group in part for one in group]
-            sampled.add(tuple((one.score.reward, *one.episode.tokens) for one in done))
+            scored = [one for _, groups in sorted(steps.groups.items()) for group in groups for one in group]
+            sampled.add(tuple((one.score.reward, *one.episode.tokens) for one in scored))
     if len(sampled) > 1 or any(reward != 2 * turns - 1 for reward, *_ in next(iter(sampled))):
         raise ValueError("the ways sample different tokens, or an episode has ended early")
     return seconds
-
-
-async def run(
-    runner: RolloutRunner, problems: Sequence[Problem], requests: Sequence[GenerationRequest], places: asyncio.Semaphore
-) -> list[list[ScoredEpisode]]:
-    async with places:
-        return await runner.run_episodes(problems, requests)
 
 
 def cut(generate: Generate, lengths: Bounds) -> Generate:

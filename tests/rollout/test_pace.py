@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -161,6 +162,57 @@ def test_whoever_cancels_a_step_cancels_its_episodes() -> None:
     assert sorted(ended) == ["r", "r-1-1"]
 
 
+class Session:
+    """The first episode ends after its first turn; the others never get a reply."""
+
+    def __init__(self, index: int) -> None:
+        self.num_closed = 0
+        self._index = index
+
+    async def reply(self, turns: Sequence[Message]) -> Sequence[Message] | None:
+        if self._index:
+            await asyncio.Event().wait()
+        return None
+
+    async def score(self, turns: Sequence[Message], *, is_cut_off: bool) -> Mapping[str, float]:
+        return {"turns": float(len(turns))}
+
+    def close(self) -> None:
+        self.num_closed += 1
+
+
+class Sessions(Waiting):
+    def __init__(self) -> None:
+        super().__init__()
+        self.opened: list[Session] = []
+
+    def open(self, problem: Problem, count: int) -> Sequence[Session]:
+        self.opened = [Session(index) for index in range(count)]
+        return self.opened
+
+
+@pytest.mark.parametrize(("fails", "error"), [(True, EngineStopped), (False, TimeoutError)], ids=["fails", "cancelled"])
+def test_sessions_of_episodes_that_are_never_scored_are_closed(fails: bool, error: type[Exception]) -> None:
+    environment = Sessions()
+
+    async def main() -> None:
+        async def generate(requests: Sequence[GenerationRequest]) -> AsyncGenerator[tuple[int, Completion], None]:
+            yield 0, completion(requests[0], 0)
+            yield 0, completion(requests[0], 1)
+            await environment.has_scored.wait()
+            if fails:
+                raise EngineStopped("gone")
+            await asyncio.Event().wait()  # the third one never ends
+
+        runner = RolloutRunner(generate, TOKENIZER, environment, EpisodeSettings(max_turns=3))
+        async with asyncio.timeout(SECONDS):
+            await runner.run_episodes([PROBLEM], [replace(REQUEST, n=3)], lambda _: environment.has_scored.set())
+
+    with pytest.raises(error):
+        asyncio.run(main())
+    assert [session.num_closed for session in environment.opened] == [0, 1, 1]
+
+
 def measure(**job: Any) -> dict[str, Any]:
     """Seconds of each way. Raises RuntimeError if the ways sample different tokens."""
     return work("tests.rollout.lock_step", **job)
@@ -169,28 +221,31 @@ def measure(**job: Any) -> dict[str, Any]:
 @pytest.mark.skipif(not blas_name().endswith("strict"), reason="only a strict BLAS computes a row alike in any company")
 def test_tokens_are_those_of_lock_step() -> None:
     found = measure(episodes=6, at_once=3, turns=4, lengths=(2, 40), reply_seconds=(0.001, 0.05))
-    assert set(found) == {"stream", "steps", "lock step"}
+    assert set(found) == {"ahead", "steps", "lock step", "lock step ahead"}
 
 
 @pytest.mark.slow
 def test_episodes_a_minute(record_property: Callable[[str, object], None]) -> None:
-    """Episodes a minute with as many under way in each way; steps wait for their slowest episode.
+    """Episodes a minute of steps that wait for their slowest episode, over those of lock step, step after step.
 
-    Controls: equal lengths and immediate replies; scores that block. A share is that of a step without scores.
+    `vs_lock_step` samples one step ahead (trainer.max_off_policy_steps=1), `steps_vs_lock_step` none, as is the
+    default; `ahead_vs_lock_step_ahead` has lock step sample ahead as well. Controls: equal lengths and immediate
+    replies; scores that block. A share is that of a step without scores.
     """
     size = request_of_tests().size
     turns = {"at_once": size(32, 2), "turns": size(8, 2)}
     slow = turns | {"lengths": (16, size(512, 32)), "reply_seconds": (0.05, size(20, 1) / 10)}
     equal = turns | {"lengths": (64, 64), "reply_seconds": (1e-4, 1e-4)}
-    ragged, even = (measure(**job, episodes=3 * turns["at_once"]) for job in (slow, equal))
+    ragged, even = (measure(**job, episodes=4 * turns["at_once"]) for job in (slow, equal))
     plain, scored, blocked = (
         measure(**slow, episodes=turns["at_once"], ways=["steps"], score_seconds=seconds, is_async=is_async)["steps"]
         for seconds, is_async in ((0, True), (1, True), (1, False))
     )
     print_table("Seconds", [("", *ragged), ("ragged", *ragged.values()), ("even", *even.values())])
     print_table("Seconds of a step", [("no scores", "1 s each", "blocking"), (plain, scored, blocked)])
-    record_property("episodes.vs_lock_step", ragged["lock step"] / ragged["stream"])
+    record_property("episodes.vs_lock_step", ragged["lock step"] / ragged["ahead"])
     record_property("episodes.steps_vs_lock_step", ragged["lock step"] / ragged["steps"])
-    record_property("episodes.control_vs_lock_step", even["lock step"] / even["stream"])
+    record_property("episodes.ahead_vs_lock_step_ahead", ragged["lock step ahead"] / ragged["ahead"])
+    record_property("episodes.control_vs_lock_step", even["lock step"] / even["steps"])
     record_property("episodes.scoring_share", scored / plain - 1)
     record_property("episodes.control_scoring_share", blocked / plain - 1)

@@ -38,6 +38,7 @@ class ChatTokenizer:
         self._hidden = self._hidden_tokens()
         self._controls = ControlTokens(self._tokenizer, self.output.marks)
         self._texts: dict[int, str] = {}  # by token: an answer with log-probs asks for the same ones again
+        self._shown_texts: dict[int, str] = {}  # by token: text that grows asks for the one before each token
         self._grammars = GrammarCompiler(
             self._tokenizer,
             self.eos_token_ids,
@@ -114,6 +115,14 @@ class ChatTokenizer:
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
         """Text of `tokens`. Of special tokens only marks of reasoning and tool calls are shown, or all if `special`."""
+        if special or len(tokens) != 1:
+            return self._decode(tokens, special=special)
+        text = self._shown_texts.get(tokens[0])
+        if text is None:
+            text = self._shown_texts[tokens[0]] = self._decode(tokens)
+        return text
+
+    def _decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
         if special or self._hidden is None:
             return str(self._tokenizer.decode(list(tokens), skip_special_tokens=not special))
         return str(self._tokenizer.decode([token for token in tokens if token not in self._hidden]))

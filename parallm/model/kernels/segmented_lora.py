@@ -54,6 +54,21 @@ class GroupWeights:
         """`layout.starts`, int32, filled up to what MLX keeps on the device."""
         return _starts(self.layout.starts)
 
+    def add_products(self, outputs: Sequence[mx.array], x_BTI: mx.array) -> list[mx.array]:
+        """Each target's `outputs` (B, T, O) plus the product of `x_BTI` with A and B of the only version, by MLX's
+        products: with many tokens they have tensor cores for it, and the kernels have not."""
+        numbers_N, inputs = self.array_VN[0], x_BTI.shape[-1]
+        begin, *starts = self.layout.starts
+        num_columns, first, sums = sum(self.layout.ranks), 0, []
+        x_MI = x_BTI.flatten(0, -2)
+        hidden_MK = x_MI @ numbers_N[begin : begin + num_columns * inputs].reshape(num_columns, inputs).T
+        for output, start, rank, width in zip(outputs, starts, self.layout.ranks, self.layout.widths, strict=True):
+            b_RO = numbers_N[start : start + rank * width].reshape(rank, width)
+            total_MO = mx.addmm(output.flatten(0, -2), hidden_MK[:, first : first + rank], b_RO)
+            sums.append(total_MO.reshape(output.shape))
+            first += rank
+        return sums
+
     @property
     def is_sorted(self) -> bool:
         """Rows of one version stay in their order: that saves waiting for their numbers."""

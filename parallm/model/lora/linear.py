@@ -8,6 +8,7 @@ LoRA: https://arxiv.org/abs/2106.09685. Axes: B rows, T tokens, I input, O outpu
 """
 
 import copy
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -23,10 +24,15 @@ from parallm.model.kernels.small_batch_gemm import fits, small_batch_gemm
 from parallm.model.kernels.swiglu import swiglu_of_halves
 from parallm.model.lora.segmented import SegmentedLora
 from parallm.model.lora.training import TrainingLora
-from parallm.model.patches.forward import FusedAdd, SwigluHalf, set_origin, swiglu
+from parallm.model.patches.forward import FusedAdd, ResidualSum, SwigluHalf, origin_of, set_origin, swiglu
+from parallm.model.quantized import UnpackingLinear
 
+MIN_LONG = 256
+"""Tokens of one row from which on LoRA is computed by MLX's products."""
 ARRAYS = ("weight", "scales", "biases", "bias")
 """Arrays of linear layers, quantized or not; the first axis of each is the output."""
+JOINED = (nn.Linear, nn.QuantizedLinear, UnpackingLinear)
+"""Types of layers that can be rows of one."""
 
 
 class LoraBinding(Protocol):
@@ -125,7 +131,9 @@ class MergedLinear:
         """Build the outputs for `x`, and what reads them in the forwards before; see `listed_kernels`."""
         outputs = self._all(x, lora)
         if len(outputs) == 1:
-            outputs[0] + mx.zeros(outputs[0].shape, outputs[0].dtype)
+            total = outputs[0] + mx.zeros(outputs[0].shape, outputs[0].dtype)
+            if isinstance(origin := origin_of(total), ResidualSum):
+                origin.normed(mx.ones(total.shape[-1], total.dtype), 1.0)
         elif self._is_gated:
             swiglu(*outputs)
 
@@ -134,6 +142,9 @@ class MergedLinear:
             return self._trained(x, lora)
         weights = lora.of_group(self.targets) if isinstance(lora, SegmentedLora) else None
         y, y_SBTO, hidden = self._product(x, weights)
+        if weights is not None and y is not None and _is_long(x) and weights.array_VN.shape[0] == 1:
+            parts = [y] if len(self.targets) == 1 else GroupOutput(y_SBTO, x.dtype, self._widths, None).split()
+            return weights.add_products(parts, x)
         shrunk = None
         if weights is not None and isinstance(lora, SegmentedLora):
             hidden = shrink(x, weights, lora.order_B2) if hidden is None else hidden
@@ -141,10 +152,10 @@ class MergedLinear:
         output = GroupOutput(y_SBTO, x.dtype, self._widths, shrunk)
         if y is None or shrunk is not None:
             if len(self.targets) == 1:
-                return [FusedAdd(output.split()[0], output.added_to)]
+                return [FusedAdd(output.split()[0], output.added_to, y_SBTO if shrunk is None else None)]
             return self._halves(output.split(), output.gated)
         if len(self.targets) == 1:
-            return [y]
+            return [FusedAdd(y, partial(operator.add, y), y_SBTO)] if x.shape[1] == 1 else [y]
         # readers of one token a row find their columns; of more tokens each would copy its own
         parts = output.split() if x.shape[1] > 1 else columns_of(y, self._widths)
         return self._halves(parts, partial(swiglu_of_halves, y))
@@ -175,6 +186,11 @@ class MergedLinear:
             for index, part in enumerate(parts):
                 set_origin(part, SwigluHalf(gated=take, index=index))
         return parts
+
+
+def _is_long(x: mx.array) -> bool:
+    """Whether `x` (B, T, I) is one row with the tokens of prompts, which have one adapter."""
+    return x.shape[0] == 1 and x.shape[1] >= MIN_LONG
 
 
 def merged_linears(base: nn.Module) -> list[MergedLinear]:
@@ -209,7 +225,7 @@ def _are_alike(layers: Sequence[LoraLinear]) -> bool:
         )
         for layer in layers
     ]
-    return all(form == forms[0] for form in forms) and type(layers[0].linear) in (nn.Linear, nn.QuantizedLinear)
+    return all(form == forms[0] for form in forms) and type(layers[0].linear) in JOINED
 
 
 def _is_aligned(layers: Sequence[LoraLinear]) -> bool:

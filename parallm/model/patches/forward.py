@@ -19,6 +19,7 @@ from mlx_lm.models import activations as mlx_lm_activations
 from mlx_lm.models import base as mlx_lm_base
 
 from parallm.model.attention import attention
+from parallm.model.kernels.add_norm import add_norm, fits
 from parallm.model.kernels.cuda import VECTOR_BYTES, has_kernels
 from parallm.model.kernels.gather import take_rows
 from parallm.model.kernels.swiglu import fused_swiglu
@@ -57,7 +58,9 @@ def install_forward(model: nn.Module) -> None:
                 setattr(module, name, replacement)
     if has_kernels():
         for layer in model.modules():
-            if type(layer) in EMBEDDINGS:
+            if type(layer) is nn.RMSNorm:
+                layer.__class__ = FusedNorm
+            elif type(layer) in EMBEDDINGS:
                 layer.__class__ = EMBEDDINGS[type(layer)]
 
 
@@ -147,20 +150,55 @@ def origin_of(array: mx.array) -> object | None:
     return entry[1] if entry is not None and entry[0]() is array else None
 
 
+@dataclass(slots=True, kw_only=True)
+class ResidualSum:
+    """Origin of the residual stream after a sublayer: the parts of the sublayer's output and the stream before it."""
+
+    parts_SBTH: mx.array
+    before_BTH: mx.array
+    value_BTH: mx.array | None = None
+    """The stream from the kernel of its norm, once that was asked for: whoever adds to the stream reads this one."""
+
+    def normed(self, weight_H: mx.array, eps: float) -> mx.array:
+        """RMSNorm of the stream, (B, T, H)."""
+        self.value_BTH, normed_BTH = add_norm(self.parts_SBTH, self.before_BTH, weight_H, eps)
+        return normed_BTH
+
+
+class FusedNorm(nn.RMSNorm):
+    """An RMSNorm that a residual add may be part of."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        match origin_of(x):
+            case ResidualSum() as origin if self.weight.dtype == x.dtype:
+                return origin.normed(self.weight, self.eps)
+        normed: mx.array = super().__call__(x)
+        return normed
+
+
 class FusedAdd(mx.array):
     """`value`, until another array of its shape and type is added to it: then `added_to` of that array.
 
     mlx-lm's layers end with `x + self.mlp(...)`, and one kernel does both: Python asks the operand of the derived class
-    first.
+    first. With `parts` (S, B, T, H), whose sum is `value`, the norm after that add can be part of the kernel, too.
     """
 
-    def __init__(self, value: mx.array, added_to: Callable[[mx.array], mx.array]) -> None:
+    def __init__(
+        self, value: mx.array, added_to: Callable[[mx.array], mx.array], parts: mx.array | None = None
+    ) -> None:
         super().__init__(value)
         self._added_to = added_to
+        self._parts = parts
 
     def __radd__(self, other: Any) -> mx.array:
         if isinstance(other, mx.array) and other.shape == self.shape and other.dtype == self.dtype:
-            return self._added_to(other)
+            match origin_of(other):
+                case ResidualSum(value_BTH=mx.array() as value):
+                    other = value
+            total = self._added_to(other)
+            if self._parts is not None and fits(self._parts, other):
+                set_origin(total, ResidualSum(parts_SBTH=self._parts, before_BTH=other))
+            return total
         return super().__radd__(other)
 
     def __add__(self, other: Any) -> mx.array:

@@ -159,6 +159,9 @@ GPU_PARTS = {
     "engine.gpu.8b.b128.vs_batchgenerator": Part(
         name="8b.b128", value=vs_batch_generator, bar=Bar(min=2.1, needs="gpu")
     ),
+    "engine.gpu.8b_4bit.b32.vs_batchgenerator": Part(
+        name="8b-4bit.b32", value=vs_batch_generator, bar=Bar(min=1.5, needs="gpu")
+    ),
     "engine.gpu.8b.lora.vs_base": Part(name="8b.lora", value=vs_base, bar=Bar(min=0.82, needs="gpu")),
     "engine.gpu.8b.lora8.vs_base": Part(name="8b.lora8", value=vs_base, bar=Bar(min=0.7, needs="gpu")),
     "engine.sampling16.vs_greedy": Part(name="8b.sampling16", value=vs_greedy, bar=Bar(max=1.15, needs="gpu")),
@@ -180,6 +183,8 @@ CPU_LOAD = Load(
 )
 QUICK = {"new": 8, "prompt": 16, "repeats": 1, "cached": 64, "churn": 8, "group_prompt": 64, "requests": 8}
 QUICK_LENGTHS = {"prompts": (4, 64), "outputs": (2, 16)}
+SMALL_SHAPES = {"0.5b": "tiny", "8b": "tiny", "8b-4bit": "tiny-4bit"}
+"""Those of the parts on a GPU, and what stands for them."""
 GPU_LIMIT = 560.0
 """Seconds of one process."""
 
@@ -222,7 +227,7 @@ def compare_part(part: Part, load: Load, rounds: int, shape: str) -> list[tuple[
 @measurement({name: part.bar for name, part in GPU_PARTS.items()}, minutes=20, needs="gpu")
 def gpu_parts(request: Request) -> Figures:
     """A process for each shape and side, so that each has the memory for itself; one that fails costs its parts."""
-    return measure_gpu_parts(request, dict.fromkeys(("0.5b", "8b"), "tiny") if request.is_quick else {})
+    return measure_gpu_parts(request, SMALL_SHAPES if request.is_quick else {})
 
 
 def measure_gpu_parts(request: Request, shapes: Mapping[str, str]) -> Figures:
@@ -230,7 +235,7 @@ def measure_gpu_parts(request: Request, shapes: Mapping[str, str]) -> Figures:
     wanted = {figure: part for figure, part in GPU_PARTS.items() if request.wants(figure)}
     load = replace(Load(), **(QUICK | QUICK_LENGTHS)) if request.is_quick else Load()
     found: dict[str, Mapping[str, Any]] = {}
-    for shape in ("0.5b", "8b"):
+    for shape in SMALL_SHAPES:
         for side in (OURS, THEIRS):
             sided = [part.name.rpartition(".") for part in wanted.values() if side in part.sides]
             names = [name for of, _, name in sided if of == shape]

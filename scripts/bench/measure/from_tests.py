@@ -87,9 +87,9 @@ give(
     {"intervals.worst_width_ratio": Bar(max=1.3), "intervals.control_coverage": Bar(max=0.5)},
 )
 PACE = {"episodes.vs_lock_step": Bar(min=2.5), "episodes.steps_vs_lock_step": Bar(min=1.5)}
-EVEN = {"episodes.control_vs_lock_step": Bar(min=0.9, max=1.5)}
+EVEN = {"episodes.ahead_vs_lock_step_ahead": Bar(), "episodes.control_vs_lock_step": Bar(min=0.9, max=1.5)}
 SCORES = {"episodes.scoring_share": Bar(max=0.1), "episodes.control_scoring_share": Bar(min=0.3)}
-give("episodes", "rollout/test_pace.py", 7, PACE, EVEN, SCORES)
+give("episodes", "rollout/test_pace.py", 10, PACE, EVEN, SCORES)
 give("mutants", "robustness/test_mutants.py", 15, {"mutants.tried": Bar(min=30)}, zero("mutants.survived"))
 ORACLE = {"oracle.worst_error": Bar(max=1e-6), "oracle.cases": Bar(min=31)}
 ANEW = {"oracle.regenerated": Bar(min=29), "oracle.regenerated_error": Bar(max=1e-9)}

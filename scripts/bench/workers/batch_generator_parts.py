@@ -59,6 +59,7 @@ class Bench:
     def parts(self) -> dict[str, Callable[[], dict[str, Any]]]:
         return {
             "b1": partial(self.same_lengths, 1),
+            "b32": partial(self.same_lengths, 32),
             "b64": partial(self.same_lengths, 64),
             "b128": partial(self.same_lengths, 128),
             "prefill": self.prefill,

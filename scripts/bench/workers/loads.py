@@ -1,5 +1,6 @@
 """Shapes of models with random weights, and the loads of both sides of a comparison of engines. Imports no MLX."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -8,6 +9,8 @@ import numpy as np
 Tokens = tuple[int, ...]
 Shape = dict[str, Any]
 """The config.json of a Llama. Speed and memory depend on its sizes alone."""
+Layout = Sequence[tuple[int, Sequence[int]]]
+"""Of groups: the tokens of the prompt, and those of each completion."""
 
 
 def shape_of(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, head: int, words: int) -> Shape:
@@ -21,7 +24,12 @@ SHAPES = {
     "8b": shape_of(4096, 14336, 32, 32, 8, 128, 128256),
     "0.5b": shape_of(896, 4864, 24, 14, 2, 64, 151936),
     "25m": shape_of(512, 1408, 8, 8, 4, 64, 4096),
-    "tiny": shape_of(64, 96, 2, 4, 2, 16, 384),
+    "tiny": shape_of(64, 128, 2, 4, 2, 16, 384),
+}
+SHAPES |= {
+    f"{name}-{bits}bit": SHAPES[name] | {"quantization": {"group_size": 64, "bits": bits}}
+    for name in ("8b", "tiny")
+    for bits in (4, 8)
 }
 
 
@@ -61,6 +69,46 @@ class Load:
 def read_load(values: dict[str, Any]) -> Load:
     """From JSON, which has no tuples."""
     return Load(**{name: tuple(one) if isinstance(one, list) else one for name, one in values.items()})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearningLoad:
+    """Sizes of the parts of `learning_parts.py`."""
+
+    groups: int = 8
+    group_size: int = 8
+    prompt: int = 128
+    lengths: tuple[int, int] = (16, 1024)
+    """Shortest and longest completion; lengths between are as likely on a logarithmic scale."""
+    repeats: int = 2
+    """Updates that count, after one that warms up."""
+    streams: int = 64
+    outputs: tuple[int, int] = (64, 256)
+    """Shortest and longest answer of a stream."""
+    served_groups: int = 4
+    """Groups of an update beside streams: 32 completions."""
+    seconds: float = 12.0
+    """Of each mode; the streams alone are measured before and after all modes for a third of it."""
+    publishes: int = 60
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearningMode:
+    """How the process learns while it serves."""
+
+    updates_per_minute: float | None
+    """None: one update follows the other."""
+    engine_share: float = 0.5
+    latency_target: float | None = None
+
+
+LEARNING_MODES = {
+    "10_updates": LearningMode(updates_per_minute=10),
+    "30_updates_first": LearningMode(updates_per_minute=30, engine_share=0.3),
+    "latency_target": LearningMode(updates_per_minute=None, latency_target=1.2),
+    "control": LearningMode(updates_per_minute=None, engine_share=0.0),
+}
+"""control: streams get nothing while an update is under way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +154,17 @@ def random_burst(load: Load, vocabulary: int, seed: int) -> list[Arrival]:
 def limits_of_step(step: int, rows: int, bounds: tuple[int, int]) -> list[int]:
     """Lengths of a step's completions in the order of its prompts: with random weights they stand for the end token."""
     return lengths(np.random.default_rng([step, rows]), bounds, rows)
+
+
+def ragged_layout(groups: int, group_size: int, prompt: int, bounds: tuple[int, int]) -> Layout:
+    random = np.random.default_rng(0)
+    return [(prompt, lengths(random, bounds, group_size)) for _ in range(groups)]
+
+
+def equal_layout(layout: Layout) -> Layout:
+    """As many tokens, to a few, in completions of one length."""
+    sizes = [length for _, completions in layout for length in completions]
+    return [(prompt, [round(sum(sizes) / len(sizes))] * len(completions)) for prompt, completions in layout]
 
 
 def check_tokens(sampled: int, expected: int) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from bench.workers.loads import SHAPES
+from bench.workers.loads import SHAPES, Layout
 from bench.workers.random_model import random_model
 from parallm.device.streams import DeviceStreams
 from parallm.learner.learner import Learner
@@ -16,20 +16,19 @@ from parallm.model.adapters.initial import initial_arrays
 from parallm.types import Problem, Trajectory, TrajectoryGroup
 
 
-def random_groups(
-    num_groups: int, group_size: int, num_prompt: int, completion: int, vocabulary: int
-) -> list[TrajectoryGroup]:
+def random_groups(layout: Layout, vocabulary: int) -> list[TrajectoryGroup]:
+    """Groups of random tokens in which every other reward is 1."""
     random = np.random.default_rng(0)
     groups: list[TrajectoryGroup] = []
-    for place in range(num_groups):
+    for place, (num_prompt, completions) in enumerate(layout):
         prompt = tuple(random.integers(0, vocabulary, num_prompt).tolist())
         rows = tuple(
             Trajectory(
                 problem_id=str(place),
                 prompt_tokens=prompt,
-                tokens=tuple(random.integers(0, vocabulary, completion).tolist()),
-                loss_mask=(True,) * completion,
-                logprobs=(-float(np.log(vocabulary)),) * completion,
+                tokens=tuple(random.integers(0, vocabulary, length).tolist()),
+                loss_mask=(True,) * length,
+                logprobs=(-float(np.log(vocabulary)),) * length,
                 temperature=1.0,
                 weight_versions=(),
                 reward_parts={},
@@ -37,7 +36,7 @@ def random_groups(
                 text="",
                 finish_reason="length",
             )
-            for index in range(group_size)
+            for index, length in enumerate(completions)
         )
         groups.append(
             TrajectoryGroup(problem=Problem(problem_id=str(place), messages=(), answer=""), trajectories=rows)
@@ -51,7 +50,7 @@ def main(*, shape: str, groups: int, group_size: int, prompt: int, completion: i
     # advantages over the whole batch: a group of one has a signal, too, and the step ends with an optimizer step
     settings = LearnerSettings(advantage="reinforce_pp")
     learner = Learner(model, DeviceStreams(lambda _: None), settings, start=adapter, total_steps=10, seed=0)
-    trained = random_groups(groups, group_size, prompt, completion, SHAPES[shape]["vocab_size"])
+    trained = random_groups([(prompt, [completion] * group_size)] * groups, SHAPES[shape]["vocab_size"])
     seconds: list[float] = []
     for step in range(repeats + 1):
         if step == 1:

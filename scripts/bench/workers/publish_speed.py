@@ -29,21 +29,24 @@ async def main(
         return await measure(bench, data, repeats)
 
 
-async def measure(bench: Workbench, data: str | None, repeats: int) -> dict[str, object]:
+async def measure(
+    bench: Workbench, data: str | None, repeats: int, clients: int = CLIENTS, seconds_between: float = SECONDS_BETWEEN
+) -> dict[str, object]:
     adapters = [bench.adapter]
     for seed in range(1, NUM_ADAPTERS):
         adapters.append(await bench.on_device(lambda seed=seed: random_adapter(bench.model, 1, seed)))  # type: ignore[misc]
     over, ticks = asyncio.Event(), asyncio.Condition()
-    clients = [asyncio.create_task(request_until(bench, data, over, ticks, place)) for place in range(CLIENTS)]
+    prompts = bench.requests("publish", data, clients, SamplingParams(max_tokens=LOAD_TOKENS, ignore_eos=True))
+    tasks = [asyncio.create_task(request_until(bench, prompt, over, ticks)) for prompt in prompts]
     await next_step(ticks)
     times: dict[str, list[float]] = {"publish": [], "to_first_token": [], "without": []}
     for place in range(repeats):
         version = 2 + place
         adapter = replace(adapters[place % NUM_ADAPTERS], version=version, parent=version - 1)
-        await asyncio.sleep(SECONDS_BETWEEN)
+        await asyncio.sleep(seconds_between)
         await next_step(ticks)
         times["without"].append(await seconds_to_token(bench, data, f"without-{place}", version - 1))
-        await asyncio.sleep(SECONDS_BETWEEN)
+        await asyncio.sleep(seconds_between)
         await next_step(ticks)
         began = time.perf_counter()
         bench.table.publish(adapter)  # from the asyncio thread, as the trainer does
@@ -51,7 +54,7 @@ async def measure(bench: Workbench, data: str | None, repeats: int) -> dict[str,
         times["publish"].append(published)
         times["to_first_token"].append(published + await seconds_to_token(bench, data, f"after-{place}", version))
     over.set()
-    results = await asyncio.gather(*clients)
+    results = await asyncio.gather(*tasks)
     finished, failed, tokens = (sum(column) for column in zip(*results, strict=True))
     milliseconds = {name: [1e3 * one for one in seconds] for name, seconds in times.items()}
     return milliseconds | {"finished": finished, "failed": failed, "tokens": tokens}
@@ -74,15 +77,13 @@ async def next_step(ticks: asyncio.Condition) -> None:
 
 
 async def request_until(
-    bench: Workbench, data: str | None, over: asyncio.Event, ticks: asyncio.Condition, place: int
+    bench: Workbench, prompt: GenerationRequest, over: asyncio.Event, ticks: asyncio.Condition
 ) -> tuple[int, int, int]:
     """One request after the other, `ticks` for each token; requests finished, requests failed, tokens."""
     finished = failed = tokens = 0
-    prompts = bench.requests("publish", data, CLIENTS, SamplingParams(max_tokens=LOAD_TOKENS, ignore_eos=True))
     while not over.is_set():
-        request: GenerationRequest = replace(
-            prompts[place], request_id=f"publish-{place}-{finished + failed}", n=1, model=POLICY, traffic="serving"
-        )
+        name = f"{prompt.request_id}-{finished + failed}"
+        request = replace(prompt, request_id=name, n=1, model=POLICY, traffic="serving")
         try:
             async for event in bench.engine.stream(request):
                 tokens += len(event.tokens)

@@ -13,10 +13,12 @@ from parallm.model.shared_model import SharedModel
 
 
 def random_base(shape: Shape) -> nn.Module:
-    """mlx-lm's own model: bfloat16 on a GPU, float32 on a CPU. Not evaluated."""
+    """mlx-lm's own model: bfloat16 on a GPU, float32 on a CPU; quantized where the shape says so. Not evaluated."""
     on_gpu = mx.default_device() != mx.Device(mx.cpu)
     base: nn.Module = Model(ModelArgs.from_dict(shape))
     base.set_dtype(mx.bfloat16 if on_gpu else mx.float32)
+    if "quantization" in shape:
+        nn.quantize(base, **shape["quantization"])
     return base
 
 

@@ -59,8 +59,8 @@ class Workbench:
     async def on_device(self, function: Callable[[], Result]) -> Result:
         return await asyncio.wrap_future(self.device.call(function))
 
-    async def make_learner(self, learning_rate: float, seed: int = 0) -> Learner:
-        settings = LearnerSettings(learning_rate=learning_rate)
+    async def make_learner(self, learning_rate: float, seed: int = 0, **more: Any) -> Learner:
+        settings = LearnerSettings(learning_rate=learning_rate, **more)
         return await self.on_device(
             lambda: Learner(self.model, self.streams, settings, start=self.adapter, total_steps=100, seed=seed)
         )
@@ -100,19 +100,22 @@ class Workbench:
 @asynccontextmanager
 async def open_workbench(
     *,
-    model: str = "nano",
+    model: str | SharedModel = "nano",
     shape: str | None = None,
     dtype: str = "auto",
     quantized: str = "auto",
     rows: int = 128,
     **engine_settings: Any,
 ) -> AsyncIterator[Workbench]:
-    """A model, or random weights of a shape; `engine_settings` are more settings of the engine."""
+    """A model, by its folder or loaded already, or random weights of a shape; `engine_settings` are more of the
+    engine's."""
     device = DeviceThread(Governor(serving_share=0.7, engine_share=0.5))
 
     def load() -> SharedModel:
         if shape is not None:
             return random_model(SHAPES[shape], dtype)
+        if isinstance(model, SharedModel):
+            return model
         return load_shared_model(
             ModelSettings(path=model, dtype=dtype, quantized=quantized)  # type: ignore[arg-type]  # it checks
         )

@@ -65,6 +65,7 @@ def test_without_compiled_steps_pools_fit_their_rows(
     assert grown_to_end(needed, present, end) == then
 
 
+@pytest.mark.cpu
 def test_a_request_that_could_never_fit_is_refused(
     load_tiny: Callable[..., SharedModel], ask: Ask, make_engine: Callable[..., Engine]
 ) -> None:
@@ -75,6 +76,7 @@ def test_a_request_that_could_never_fit_is_refused(
         memory.check(ask("a", range(2, 34), 45))
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize(("asked", "rows"), [(None, 256), (3, 3)])
 def test_a_cpu_decodes_256_rows_unless_settings_say_otherwise(asked: int | None, rows: int) -> None:
     settings = EngineSettings(max_rows=asked, kv_cache_bytes=10**9)

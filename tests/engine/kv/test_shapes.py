@@ -54,6 +54,7 @@ def run(
     return by_request(requests, events), computed, engine
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("together", [0, 512])
 def test_prompts_in_few_sizes_give_the_same(
     make_engine: Callable[..., Engine],
@@ -75,6 +76,7 @@ def test_prompts_in_few_sizes_give_the_same(
             assert one.logprobs == pytest.approx(other.logprobs, abs=2e-5)
 
 
+@pytest.mark.cpu
 def test_sizes_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [shapes.padded(count) for count in (1, 4, 130)] == [4, 4, 130]
     assert [shapes.allocated(count) for count in (1, 130)] == [5, 134]

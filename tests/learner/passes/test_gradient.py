@@ -165,7 +165,7 @@ def assert_close(found: tuple[float, Arrays], expected: tuple[float, Arrays]) ->
     largest = max(float(mx.abs(array).max().item()) for array in expected[1].values())
     for name, gradient in expected[1].items():
         difference = float(mx.linalg.norm(found[1][name] - gradient).item())
-        assert difference <= 2e-5 * max(float(mx.linalg.norm(gradient).item()), 1e-2 * largest), name
+        assert difference <= 4e-5 * max(float(mx.linalg.norm(gradient).item()), 1e-2 * largest), name
 
 
 @pytest.mark.parametrize(
@@ -210,6 +210,7 @@ def test_the_gradient_does_not_depend_on_how_the_work_is_cut(
     assert_close(chunked(model, streams, adapter, groups, **choice), chunked(model, streams, adapter, groups))
 
 
+@pytest.mark.cpu
 def test_chunks_of_the_head_need_no_logits_twice_without_an_entropy_bonus(
     load_tiny: Callable[[str], SharedModel],
     streams: DeviceStreams,

@@ -16,6 +16,7 @@ SEGMENTS = [Segment(prompt=9, runs=((2, 6),)), Segment(prompt=11)]
 TOKENS = [(7 * place) % 50 + 1 for place in range(32)]
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "phi3"])
 @pytest.mark.parametrize(
     "sources",

@@ -51,7 +51,7 @@ def test_packed_hidden_states_are_those_of_single_rows(
     model = load_tiny(architecture)
     assert can_pack(model)
     difference = mx.abs(packed_hidden(model, flat(), SEGMENTS, None) - one_by_one(model)).max()
-    assert difference.item() <= 1e-5
+    assert difference.item() <= 4e-5
 
 
 def test_a_sliding_window_hides_what_lies_before_it(load_tiny: Callable[[str], SharedModel]) -> None:

@@ -27,6 +27,7 @@ def shaped(nano: SharedModel, shape: tuple[int, ...]) -> SharedModel:
     return replace(nano, base=base, trunk_owner=base, trunk_name="model", dtype=mx.bfloat16)
 
 
+@pytest.mark.cpu
 def test_a_pass_on_a_cpu_has_1024_tokens_unless_a_number_is_given(nano: SharedModel) -> None:
     assert pass_tokens(LearnerSettings(), nano) == 1024
     assert pass_tokens(LearnerSettings(micro_batch_tokens=300), nano) == 300

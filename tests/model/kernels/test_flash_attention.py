@@ -249,6 +249,7 @@ def test_a_missing_token_of_a_page_is_found() -> None:
     assert not worst([found], [shifted]) <= 1e-3
 
 
+@pytest.mark.cpu
 def test_other_arrays_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     def shaped(size: int, dtype: mx.Dtype = mx.bfloat16) -> list[mx.array]:
         return [mx.zeros((4, heads, size), dtype) for heads in (4, 2, 2)]

@@ -13,7 +13,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from parallm.model.kernels import cuda, decode_attention, gather, slot_copy, small_batch_gemm, token_scores
+from parallm.model.kernels import add_norm, cuda, decode_attention, gather, slot_copy, small_batch_gemm, token_scores
 from parallm.model.kernels.compiler import CompileError, Defines, compile_log, source_of
 from parallm.model.kernels.decode_attention import Columns, RotaryAngles, append_and_attend, columns_of
 from parallm.model.kernels.flash_attention import PackedSequences, attend_pages, page_tiles
@@ -174,6 +174,13 @@ def prefill(dtype: mx.Dtype, rotation: Rotation | None = None) -> None:
     attend_pages(turned, pool, pool, mx.array([1, 2, 3], mx.int32), tiles, scale=0.125)
 
 
+def normalize(dtype: mx.Dtype, *, size: int, splits: int) -> None:
+    half = mx.bfloat16 if dtype == mx.float32 else dtype
+    parts, stream = mx.zeros((splits, 5, 1, size), half if splits == 1 else mx.float32), mx.zeros((5, 1, size), half)
+    assert add_norm.fits(parts, stream)
+    add_norm.add_norm(parts, stream, mx.ones(size, half), 1e-5)
+
+
 def copy(dtype: mx.Dtype) -> None:
     prompts, pools = [mx.zeros((2, 2, 16, 64), dtype)] * 3, [mx.zeros((4, 2, 32, 64), dtype)] * 3
     slot_copy.copy_to_slots(prompts, pools, rows=[0, 1], slots=[2, 3], lengths=[16, 5])
@@ -226,6 +233,9 @@ FACES: dict[str, Face] = {
     "prefill, halves rotated": lambda dtype: prefill(dtype, HALVES),
     "prefill, a first half rotated": lambda dtype: prefill(dtype, FIRST_HALF),
     "prefill, neighbours rotated": lambda dtype: prefill(dtype, NEIGHBOURS),
+    "add and normalize": lambda dtype: normalize(dtype, size=4096, splits=1),
+    "add parts and normalize": lambda dtype: normalize(dtype, size=896, splits=4),
+    "add and normalize, many chunks": lambda dtype: normalize(dtype, size=8192, splits=2),
     "copy": copy,
     "take": take,
     "multiply": lambda dtype: multiply(dtype, versions=0, widths=[64, 32, 32], bias=False),
@@ -265,7 +275,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
         told.append(Launch(name, defines, list(inputs), list(scalars), list(output_dtypes), shared_memory))
         return [mx.zeros(shape, dtype) for shape, dtype in zip(output_shapes, output_dtypes, strict=True)]
 
-    for module in (decode_attention, gather, slot_copy, small_batch_gemm, token_scores):
+    for module in (add_norm, decode_attention, gather, slot_copy, small_batch_gemm, token_scores):
         monkeypatch.setattr(module, "has_kernels", lambda: True)
     monkeypatch.setattr(cuda, "target", lambda: "sm_90a")
     monkeypatch.setattr(cuda, "cubin", compile_nothing)

@@ -101,6 +101,7 @@ def test_the_gradient_of_dora_is_that_of_mlx_lm_with_the_norm_held_constant(
         assert np.array(found[name]) == pytest.approx(np.array(gradient), rel=1e-4, abs=1e-4)
 
 
+@pytest.mark.cpu
 def test_a_new_dora_adapter_changes_no_bit(load_tiny: Callable[..., SharedModel]) -> None:
     model = load_tiny("qwen2")
     arrays = initial_arrays(model.targets, 4, mx.random.key(0)) | initial_magnitudes(model)

@@ -119,6 +119,20 @@ def test_rows_get_the_outputs_that_each_gets_with_its_adapter_alone(bias: bool, 
         assert mx.abs(one - other).max().item() <= TOLERANCE * mx.abs(other).max().item()
 
 
+@needs_cuda
+@pytest.mark.parametrize("tokens", [1, 255, 256, 700])
+def test_a_prompt_of_any_length_gets_the_outputs_of_its_adapter(tokens: int) -> None:
+    lora_context = LoraContext()
+    layers = Layers(lora_context, bias=False, bits=None)
+    x, lora = mx.random.normal((1, tokens, 64)), single_lora(random_arrays(1), scaling())
+    plain = outputs_of(layers, lora_context, x, lora)
+    flat = pack_lora(lora, merge_linears(layers, CALLED), mx.float32)
+    assert flat is not None
+    rows = SegmentedLora(weights=flat, order_B2=order_rows([0], 1))
+    for found, wanted in zip(outputs_of(layers, lora_context, x, rows), plain, strict=True):
+        assert mx.abs(found - wanted).max().item() <= TOLERANCE * mx.abs(wanted).max().item()
+
+
 class GatedLayers(nn.Module):
     """Two targets of one input, and a gate between them."""
 

@@ -80,6 +80,16 @@ def expected(
     return found
 
 
+@pytest.mark.parametrize(("widths", "ranks"), [([64], [8]), ([96, 32, 32], [16, 8, 8])])
+def test_many_tokens_of_one_version_go_through_plain_products(widths: list[int], ranks: list[int]) -> None:
+    versions = random_versions(48, widths, ranks, 1, mx.float32)
+    x, y = mx.random.normal((1, 7, 48)), mx.random.normal((1, 7, sum(widths)))
+    cuts = [sum(widths[:end]) for end in range(1, len(widths))]
+    found = versions.weights.add_products(mx.split(y, cuts, axis=-1), x)
+    for one, wanted in zip(found, expected(y, x, widths, ranks, versions, [0]), strict=True):
+        assert mx.allclose(one, wanted, atol=1e-5).item()
+
+
 @needs_cuda
 @pytest.mark.parametrize(("dtype", "tolerance"), [(mx.float32, 1e-3), (mx.bfloat16, 2e-2), (mx.float16, 4e-3)])
 @pytest.mark.parametrize(

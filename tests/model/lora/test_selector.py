@@ -140,6 +140,7 @@ def test_what_is_forgotten_is_made_anew(rows_of: RowsOf, loras: LoraSelector) ->
     assert not share_factors([before, rows_of(1, 2)])
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize(
     ("versions", "expected"),
     [((0, 0), type(None)), ((1, 1), SingleLora), ((1, 0), ConcatenatedLora), (tuple(range(1, 10)), ConcatenatedLora)],

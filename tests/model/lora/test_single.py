@@ -44,6 +44,7 @@ def hidden(model: SharedModel, lora: SingleLora | None, tokens: mx.array = TOKEN
     return model.hidden(tokens, None, lora)
 
 
+@pytest.mark.cpu
 def test_a_new_adapter_changes_nothing(load_tiny: Callable[..., SharedModel]) -> None:
     model = load_tiny("llama")
     arrays = initial_arrays(model.targets, 4, mx.random.key(0))

@@ -1,0 +1,115 @@
+"""Checkpoints of a run of several workers: rank 0 writes them, and hands out the one to resume from.
+
+A worker whose exchange has failed saves the last finished step in its own folder, `RUN/ranks/R`. The next start of the
+run, with any number of workers, adopts the newest of these if rank 0 had not saved that step.
+"""
+
+import io
+import logging
+import shutil
+import tarfile
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+
+from parallm.checkpoint.manager import CheckpointManager, checkpoint_folders
+from parallm.checkpoint.settings import CheckpointSettings
+from parallm.checkpoint.state import Fingerprint, RunFacts, TrainingState
+from parallm.distributed.team import RANKS
+from parallm.errors import CheckpointError
+
+Share = Callable[[bytes], Future[list[bytes]]]
+"""Gathers one part of each rank."""
+
+logger = logging.getLogger(__name__)
+
+
+class SharedCheckpoints(CheckpointManager):
+    """Saves nothing once the workers' versions differ. Called from the device thread."""
+
+    def __init__(self, folder: Path, settings: CheckpointSettings, *, share: Share, flaw: Callable[[], str]) -> None:
+        """`flaw`: why a state must not be saved; empty if it may be."""
+        super().__init__(folder, settings)
+        self._share = share
+        self._flaw = flaw
+
+    def save(self, state: TrainingState) -> Path:
+        if flaw := self._flaw():
+            raise CheckpointError(flaw)
+        return super().save(state)
+
+
+class LeaderCheckpoints(SharedCheckpoints):
+    """The checkpoints of rank 0: those of the run."""
+
+    def load(
+        self, resume: str, fingerprint: Fingerprint | None = None, facts: RunFacts | None = None
+    ) -> TrainingState | None:
+        """As `CheckpointManager.load`; hands the state and the best checkpoint to all workers."""
+        state = super().load(resume, fingerprint, facts)
+        if resume != "never":
+            newest = self.checkpoints()[-1:] if resume == "auto" else (Path(resume),)
+            best = self.best()
+            folders = [path for path in (best, *newest) if path is not None] if state is not None else []
+            self._share(_packed(list(dict.fromkeys(folders)))).result()
+        return state
+
+
+class FollowerCheckpoints(SharedCheckpoints):
+    """The checkpoints of the other ranks: in their own folder, and only what rank 0 can no longer save."""
+
+    def __init__(
+        self,
+        folder: Path,
+        settings: CheckpointSettings,
+        *,
+        leader: Path,
+        has_failed: Callable[[], bool],
+        share: Share,
+        flaw: Callable[[], str],
+    ) -> None:
+        """`leader`: the run folder. `has_failed`: whether the exchange has."""
+        super().__init__(folder, settings, share=share, flaw=flaw)
+        self._leader = leader
+        self._has_failed = has_failed
+
+    def save(self, state: TrainingState) -> Path:
+        """Save after a failure of the exchange; else return the folder in which rank 0 saves the same."""
+        return super().save(state) if self._has_failed() else self._leader / f"step_{state.step:06d}"
+
+    def load(
+        self, resume: str, fingerprint: Fingerprint | None = None, facts: RunFacts | None = None
+    ) -> TrainingState | None:
+        """Load what rank 0 hands out, which has decided that it fits."""
+        if resume == "never":
+            return None
+        for path in self.checkpoints():
+            shutil.rmtree(path)
+        _unpack(self._share(b"").result()[0], self._folder)
+        return super().load("auto", fingerprint, facts) if self.checkpoints() else None
+
+
+def adopt_rescued(folder: Path) -> None:
+    """Move newer checkpoints that workers have saved after a failure to those of the run; delete the others."""
+    rescued = [path for own in sorted((folder / RANKS).glob("*/")) for path in checkpoint_folders(own)]
+    own = checkpoint_folders(folder)
+    for path in sorted(rescued, key=lambda path: path.name, reverse=True):
+        final = folder / path.name
+        if final.exists() or (own and path.name < own[-1].name):
+            shutil.rmtree(path)
+        else:
+            path.rename(final)
+            logger.warning("%s is what worker %s has saved when the workers lost each other", final, path.parent.name)
+
+
+def _packed(folders: list[Path]) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        for path in folders:
+            archive.add(path, arcname=path.name)
+    return buffer.getvalue()
+
+
+def _unpack(content: bytes, folder: Path) -> None:
+    with tarfile.open(fileobj=io.BytesIO(content)) as archive:
+        archive.extractall(folder, filter="data")

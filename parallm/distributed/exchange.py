@@ -1,0 +1,82 @@
+"""What workers exchange: bytes of all ranks, and the sum of their gradients. One process is the case of one rank.
+
+Gradients come as partial sums by slot. A plain sum has a slot for each rank; with `exact` there is a fixed number of
+slots whatever the number of ranks is, and they are added in their order.
+"""
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from typing import Protocol
+
+import mlx.core as mx
+
+Vectors = Mapping[int, mx.array]
+
+
+class Exchange(Protocol):
+    """Methods may be called from any thread, with evaluated arrays, by all ranks in the same order."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def failure(self) -> str | None:
+        """Why the exchange has ended; None while it works."""
+
+    def fail(self, reason: str) -> None:
+        """End the exchange for all ranks."""
+
+    def gather(self, label: str, part: bytes) -> Future[list[bytes]]:
+        """Return the parts of all ranks, in the order of ranks. Raises ExchangeFailed."""
+
+    def sum_slots(self, vectors_N: Vectors, used: Sequence[int], slots: int, length: int) -> Future[mx.array]:
+        """Return the sum (N,) of the slots `used`, in their order. Raises ExchangeFailed.
+
+        `vectors_N` holds the used slots of this rank: of `slots` slots, rank r has those whose remainder by the number
+        of ranks is r. `length` is N.
+        """
+
+    def take_seconds(self) -> dict[str, float]:
+        """Seconds of gathers and sums since the last call, by names for metrics."""
+
+    def close(self, reason: str = "") -> None:
+        """Leave, with a reason if the run has not come to its end."""
+
+
+class Alone:
+    """The exchange of a process that trains alone."""
+
+    rank, size, failure = 0, 1, None
+
+    def fail(self, reason: str) -> None:
+        raise AssertionError(f"nobody to lose: {reason}")
+
+    def gather(self, label: str, part: bytes) -> Future[list[bytes]]:
+        return _done([part])
+
+    def sum_slots(self, vectors_N: Vectors, used: Sequence[int], slots: int, length: int) -> Future[mx.array]:
+        total_N = add_slots([vectors_N[slot] for slot in used])
+        mx.eval(total_N)
+        return _done(total_N)
+
+    def take_seconds(self) -> dict[str, float]:
+        return {}
+
+    def close(self, reason: str = "") -> None: ...
+
+
+def add_slots(vectors_N: Sequence[mx.array]) -> mx.array:
+    """The sum in the given order."""
+    total_N = vectors_N[0]
+    for vector_N in vectors_N[1:]:
+        total_N = total_N + vector_N
+    return total_N
+
+
+def _done(result: object) -> Future:  # type: ignore[type-arg]
+    future: Future[object] = Future()
+    future.set_result(result)
+    return future

@@ -1,0 +1,147 @@
+"""The learner of one of several workers: it computes its rounds of the step, and all workers make the same version.
+
+Every worker holds all groups of a step and makes the same list of micro-batches, so advantages, token weights and
+reports need nothing of their own. Round i is in slot i modulo the number of slots, slot s with worker s modulo the
+number of workers.
+"""
+
+import itertools
+import time
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from parallm.distributed.exchange import Exchange
+from parallm.distributed.wire import pack_rounds, unpack_rounds
+from parallm.learner.faults import Faults
+from parallm.learner.learner import Learner, Passes, Round, Unit, UpdateTotals
+from parallm.learner.passes.batch import MicroBatch, make_micro_batches
+from parallm.learner.passes.gradient import LoraWeights, TokenStatistics
+from parallm.learner.passes.scoring import ScoredStep, score_step
+from parallm.types import TrajectoryGroup
+
+NumberedRound = tuple[int, Sequence[TokenStatistics], float]
+
+
+@dataclass(frozen=True, slots=True)
+class _Slots:
+    """Gradients by slot, in the layout of the adapter's arrays. Not evaluated."""
+
+    vectors_N: dict[int, mx.array]
+
+    def all_arrays(self) -> list[mx.array]:
+        return list(self.vectors_N.values())
+
+
+class SharedLearner(Learner):
+    """A learner that shares the passes of an update with others."""
+
+    def __init__(self, *arguments: Any, exchange: Exchange, exact: bool, slots: int, **options: Any) -> None:
+        """`exact`: sum `slots` partial sums in their order, each of rounds of one micro-batch.
+
+        Other arguments are those of `Learner`.
+        """
+        super().__init__(*arguments, **options)
+        self._exchange = exchange
+        self._num_slots = slots if exact else exchange.size
+        self._round_width = 1 if exact else self._streams.width
+        self._numbers = itertools.count()
+
+    @property
+    def plan(self) -> dict[str, int]:
+        """What the list of micro-batches depends on besides the groups: equal for all workers."""
+        return {"micro_batch_tokens": self._budget, "streams": self._round_width, "slots": self._num_slots}
+
+    def _micro_batches(self, groups: Sequence[TrajectoryGroup], max_tokens: int) -> list[MicroBatch]:
+        return make_micro_batches(
+            groups,
+            self._objective,
+            max_tokens=max_tokens,
+            budget=self._budget,
+            streams=self._round_width * self._num_slots,
+            packs=self._packs,
+            takes_rows=self._takes_rows,
+        )
+
+    def _rounds_of(self, batches: Sequence[Any], step: int) -> Iterator[tuple[Sequence[Any], mx.array]]:
+        for start in range(0, len(batches), self._round_width):
+            yield batches[start : start + self._round_width], self._key(step, start)
+
+    def _score(
+        self, batches: list[MicroBatch], groups: Sequence[TrajectoryGroup], weights: LoraWeights
+    ) -> Generator[None, None, ScoredStep]:
+        """Score own batches only, unless the objective needs numbers of the whole step: then all."""
+        needs_step = self._objective.top_entropy_fraction < 1 or self._objective.kl_placement == "reward"
+        chosen = range(len(batches)) if needs_step else self._own_batches(len(batches))
+        scored = yield from score_step(
+            [batches[index] for index in chosen],
+            groups,
+            self._objective,
+            self._gradient.score,
+            policy=weights.lora,
+            width=self._streams.width,
+        )
+        for index, batch in zip(chosen, scored.batches, strict=True):
+            batches[index] = batch
+        return ScoredStep(batches=batches, seconds=scored.seconds)
+
+    def _run_passes(
+        self, batches: Sequence[MicroBatch], weights: LoraWeights, step: int, totals: UpdateTotals, faults: Faults
+    ) -> Generator[Unit, None, Passes]:
+        if not batches:
+            return Passes(optimizer_step=None, seconds=0.0)
+        rounds = list(self._rounds_of(batches, step))
+        sums: dict[int, mx.array] = {}
+        done: list[NumberedRound] = []
+        own = self._own_rounds(len(rounds))
+
+        def build() -> Iterator[Round]:
+            for index in own:
+                chosen, key = rounds[index]
+                slot = index % self._num_slots
+                following = self._round(chosen, key, weights, sums.get(slot))
+                sums[slot] = following.gradient_N
+                yield following
+
+        def add(last: Round) -> None:
+            done.append((own[len(done)], last.result.statistics, float(last.norm.item())))
+
+        def finish(_: Round) -> _Slots:
+            return _Slots({slot: weights.backward(sum_N, self.layout) for slot, sum_N in sums.items()})
+
+        gradients, seconds = yield from self._launch(build(), finish, add)
+        vectors_N = {} if gradients is None else gradients.vectors_N
+        began = time.perf_counter()
+        mx.eval(list(vectors_N.values()))
+        part = pack_rounds(done)
+        seconds += time.perf_counter() - began
+        gathered = self._exchange.gather(f"rounds of update {next(self._numbers)}", part)
+        yield gathered
+        for index, statistics, norm in sorted(
+            (one for part in gathered.result() for one in unpack_rounds(part)), key=lambda one: one[0]
+        ):
+            self._add_round(totals, faults, rounds[index][0], statistics, norm)
+        used = sorted({index % self._num_slots for index in range(len(rounds))})
+        summed = self._exchange.sum_slots(vectors_N, used, self._num_slots, self._num_parameters)
+        yield summed
+        began = time.perf_counter()
+        optimizer_step = self.compute_step(summed.result(), step)
+        mx.eval(optimizer_step.all_arrays())
+        return Passes(optimizer_step=optimizer_step, seconds=seconds + time.perf_counter() - began)
+
+    @property
+    def _num_parameters(self) -> int:
+        return sum(array.size for array in self.adapter.arrays.values())
+
+    def _own_rounds(self, count: int) -> list[int]:
+        return [index for index in range(count) if index % self._num_slots % self._exchange.size == self._exchange.rank]
+
+    def _own_batches(self, count: int) -> list[int]:
+        rounds = self._own_rounds(-(-count // self._round_width))
+        return [
+            index
+            for start in rounds
+            for index in range(start * self._round_width, min(count, (start + 1) * self._round_width))
+        ]

@@ -1,0 +1,169 @@
+"""Groups, episodes and statistics as bytes: a JSON head and blocks of numbers, so that no bit is lost.
+
+Nothing of what a peer sends is run: no pickle. Axes: N completion tokens of a micro-batch.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from parallm.learner.passes.gradient import TokenStatistics
+from parallm.rollout.episode import Episode
+from parallm.rollout.scoring import Score, ScoredEpisode
+from parallm.types import FaultyEpisode, GenerationRequest, Problem, Trajectory, TrajectoryGroup, WeightSpan
+
+Blocks = Sequence[np.ndarray]
+
+
+def pack(head: Any, blocks: Blocks = ()) -> bytes:
+    """The bytes of a value of JSON types and arrays after it."""
+    shapes = [(block.dtype.str, block.shape) for block in blocks]
+    text = json.dumps({"head": head, "blocks": shapes}).encode()
+    return b"".join([len(text).to_bytes(8, "big"), text, *(np.ascontiguousarray(block).tobytes() for block in blocks)])
+
+
+def unpack(content: bytes) -> tuple[Any, list[np.ndarray]]:
+    """The inverse of `pack`."""
+    start = 8 + int.from_bytes(content[:8], "big")
+    values = json.loads(content[8:start])
+    blocks = []
+    for kind, shape in values["blocks"]:
+        block = np.frombuffer(content, kind, int(np.prod(shape)), start).reshape(shape)
+        blocks.append(block)
+        start += block.nbytes
+    return values["head"], blocks
+
+
+def pack_groups(groups: Sequence[TrajectoryGroup]) -> bytes:
+    """The bytes of groups without their problems, which all ranks know."""
+    heads: list[dict[str, Any]] = []
+    blocks: list[np.ndarray] = []
+    for group in groups:
+        rows = []
+        for trajectory in group.trajectories:
+            row = {name: getattr(trajectory, name) for name in _PLAIN}
+            row["weight_versions"] = [(span.version, span.start, span.end) for span in trajectory.weight_versions]
+            row["reward_parts"] = dict(trajectory.reward_parts)
+            row["has_advantages"] = trajectory.token_advantages is not None
+            rows.append(row)
+            blocks += [np.asarray(getattr(trajectory, name), kind) for name, kind in _ARRAYS.items()]
+            blocks.append(np.asarray(trajectory.token_advantages or (), np.float64))
+        faulty = [asdict(episode) for episode in group.faulty]
+        heads.append({"trajectories": rows, "faulty": faulty, "solve_rate": group.solve_rate})
+    return pack(heads, blocks)
+
+
+def unpack_groups(content: bytes, problems: Sequence[Problem]) -> list[TrajectoryGroup]:
+    """The groups of `problems`, in the same order."""
+    heads, blocks = unpack(content)
+    arrays = iter(blocks)
+    return [
+        TrajectoryGroup(
+            problem=problem,
+            trajectories=tuple(_trajectory(row, arrays) for row in head["trajectories"]),
+            faulty=tuple(_faulty(row) for row in head["faulty"]),
+            solve_rate=head["solve_rate"],
+        )
+        for problem, head in zip(problems, heads, strict=True)
+    ]
+
+
+_PLAIN = ("problem_id", "temperature", "reward", "text", "finish_reason")
+_ARRAYS: Mapping[str, type] = {
+    "prompt_tokens": np.int32,
+    "tokens": np.int32,
+    "loss_mask": np.bool_,
+    "logprobs": np.float64,
+}
+
+
+def _trajectory(row: dict[str, Any], arrays: Iterator[np.ndarray]) -> Trajectory:
+    values: dict[str, Any] = {name: tuple(next(arrays).tolist()) for name in _ARRAYS}
+    advantages = tuple(next(arrays).tolist())
+    return Trajectory(
+        **{name: row[name] for name in _PLAIN},
+        **values,
+        weight_versions=tuple(
+            WeightSpan(version=version, start=start, end=end) for version, start, end in row["weight_versions"]
+        ),
+        reward_parts=row["reward_parts"],
+        token_advantages=advantages if row["has_advantages"] else None,
+    )
+
+
+def _faulty(row: dict[str, Any]) -> FaultyEpisode:
+    return FaultyEpisode(**(row | {"tokens": tuple(row["tokens"])}))
+
+
+def pack_episodes(groups: Sequence[Sequence[ScoredEpisode]]) -> bytes:
+    """The bytes of scored episodes: what reports are made of."""
+    return pack(
+        [
+            [
+                {
+                    "index": scored.episode.index,
+                    "text": scored.episode.text,
+                    "finish_reason": scored.episode.finish_reason,
+                    "tokens": list(scored.episode.tokens),
+                    "parts": dict(scored.score.parts),
+                    "reward": scored.score.reward,
+                    "fault": None if scored.score.fault is None else asdict(scored.score.fault),
+                }
+                for scored in group
+            ]
+            for group in groups
+        ]
+    )
+
+
+def unpack_episodes(
+    content: bytes, problems: Sequence[Problem], requests: Sequence[GenerationRequest]
+) -> list[list[ScoredEpisode]]:
+    """The episodes of `requests`, without log-probs, versions and turns."""
+    groups, _ = unpack(content)
+    return [
+        [
+            ScoredEpisode(
+                episode=Episode(
+                    problem=problem,
+                    request=request,
+                    index=row["index"],
+                    tokens=row["tokens"],
+                    text=row["text"],
+                    finish_reason=row["finish_reason"],
+                    is_over=True,
+                ),
+                score=Score(
+                    parts=row["parts"],
+                    reward=row["reward"],
+                    fault=None if row["fault"] is None else _faulty(row["fault"]),
+                ),
+            )
+            for row in group
+        ]
+        for problem, request, group in zip(problems, requests, groups, strict=True)
+    ]
+
+
+STATISTICS = ("loss", "logprobs_N", "entropies_N", "clipped_N", "kl_N", "kl_to_base_N")
+
+
+def pack_rounds(rounds: Sequence[tuple[int, Sequence[TokenStatistics], float]]) -> bytes:
+    """The bytes of rounds: index, statistics of each micro-batch, and norm of the gradient."""
+    heads = [(index, len(statistics), norm) for index, statistics, norm in rounds]
+    blocks = [np.array(getattr(one, name)) for _, many, _ in rounds for one in many for name in STATISTICS]
+    return pack(heads, blocks)
+
+
+def unpack_rounds(content: bytes) -> list[tuple[int, list[TokenStatistics], float]]:
+    """The inverse of `pack_rounds`."""
+    heads, blocks = unpack(content)
+    arrays = iter(blocks)
+    return [
+        (index, [TokenStatistics(**{name: mx.array(next(arrays)) for name in STATISTICS}) for _ in range(count)], norm)
+        for index, count, norm in heads
+    ]

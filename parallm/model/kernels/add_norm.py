@@ -1,0 +1,66 @@
+"""A residual add and the RMSNorm after it (https://arxiv.org/abs/1910.07467) as one CUDA kernel, for decode steps.
+
+Both read and write a few kilobytes a row, so what they take is what two kernels take to start, 64 times a step of an 8B
+model. `patches/forward.py` finds the pairs. Sums are rounded as MLX rounds them, and squares are added in its order.
+
+Axes: B rows, T tokens, H hidden, S parts of a sum.
+"""
+
+import mlx.core as mx
+
+from parallm.model.kernels.cuda import VECTOR_BYTES, has_kernels, kernel
+
+DTYPES = (mx.bfloat16, mx.float16)
+MAX_CHUNKS = 8
+
+
+def fits(parts_SBTH: mx.array, stream_BTH: mx.array) -> bool:
+    """Whether `add_norm` can compute these, of one token a row, on this device."""
+    size = stream_BTH.shape[-1]
+    return (
+        has_kernels()
+        and stream_BTH.ndim == 3
+        and stream_BTH.shape[1] == 1
+        and parts_SBTH.shape[1:] == stream_BTH.shape
+        and stream_BTH.dtype in DTYPES
+        and parts_SBTH.dtype in (stream_BTH.dtype, mx.float32)
+        and size % _values(stream_BTH.dtype) == 0
+        and threads_and_chunks(size, stream_BTH.dtype)[1] <= MAX_CHUNKS
+    )
+
+
+def add_norm(parts_SBTH: mx.array, stream_BTH: mx.array, weight_H: mx.array, eps: float) -> tuple[mx.array, mx.array]:
+    """The sum of all parts and the stream, and its RMSNorm, both (B, T, H) in the stream's type."""
+    splits, *rows, size = parts_SBTH.shape
+    threads, chunks = threads_and_chunks(size, stream_BTH.dtype)
+    defines = (
+        ("T", stream_BTH.dtype),
+        ("Y", parts_SBTH.dtype),
+        ("SPLITS", splits),
+        ("SIZE", size),
+        ("THREADS", threads),
+        ("CHUNKS", chunks),
+    )
+    num_rows = rows[0] * rows[1]
+    sums_BTH, normed_BTH = kernel("add_norm", defines)(
+        [parts_SBTH, stream_BTH, weight_H],
+        [float(eps), num_rows],
+        grid=(num_rows * threads, 1, 1),
+        threadgroup=(threads, 1, 1),
+        output_shapes=[stream_BTH.shape] * 2,
+        output_dtypes=[stream_BTH.dtype] * 2,
+    )
+    return sums_BTH, normed_BTH
+
+
+def threads_and_chunks(size: int, dtype: mx.Dtype) -> tuple[int, int]:
+    """Threads of a block, and vectors of each, as MLX's kernel has them."""
+    vectors = -(-size // _values(dtype))
+    if vectors <= 64 or (vectors % 128 and vectors % 64 == 0 and vectors // 64 <= MAX_CHUNKS):
+        return 64, -(-vectors // 64)
+    return 128, -(-vectors // 128)
+
+
+def _values(dtype: mx.Dtype) -> int:
+    """Values of a vector."""
+    return VECTOR_BYTES // dtype.size

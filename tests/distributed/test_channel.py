@@ -1,0 +1,87 @@
+"""Gathers over connections: whole, in any order, and never for ever."""
+
+import random
+import time
+from collections.abc import Callable
+
+import pytest
+
+from parallm.distributed.channel import Channel
+from parallm.errors import ExchangeFailed
+
+Channels = Callable[..., list[Channel]]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_all_ranks_get_the_parts_of_all_ranks(size: int, channels: Channels) -> None:
+    made = channels(size)
+    chance = random.Random(size)
+    for number in range(50):
+        parts = [chance.randbytes(chance.choice((0, 10, 70_000))) for _ in made]
+        futures = [channel.gather(f"round {number}", part) for channel, part in zip(made, parts, strict=True)]
+        assert [future.result(5) for future in futures] == [parts] * size
+
+
+def test_ranks_may_begin_labels_in_different_orders(channels: Channels) -> None:
+    first, second = channels(2)
+    ours = {label: first.gather(label, label.encode()) for label in ("a", "b")}
+    theirs = {label: second.gather(label, label.upper().encode()) for label in ("b", "a")}
+    for label in ("a", "b"):
+        assert ours[label].result(5) == theirs[label].result(5) == [label.encode(), label.upper().encode()]
+
+
+def test_a_rank_without_a_word_fails_all_that_wait_and_all_later_calls(channels: Channels) -> None:
+    made = channels(3)
+    waiting = [made[0].gather("x", b""), made[2].gather("x", b"")]
+    for link in made[1]._links.values():
+        link._connection.close()  # as the kernel does for a killed process
+        link._connection.detach()
+    for link in made[0]._links.values():
+        if link.rank == 1:
+            link._connection.shutdown(2)
+    for future in waiting:
+        with pytest.raises(ExchangeFailed, match="rank 1 is gone"):
+            future.result(5)
+    with pytest.raises(ExchangeFailed, match="rank 1 is gone"):
+        made[0].gather("y", b"").result(5)
+
+
+def test_a_rank_that_leaves_says_why(channels: Channels) -> None:
+    first, second = channels(2)
+    waiting = first.gather("x", b"")
+    second.close("ConfigError: no such thing")
+    with pytest.raises(ExchangeFailed, match="rank 1 has ended: ConfigError: no such thing"):
+        waiting.result(5)
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_rank_that_ended_well_is_missed_only_where_it_is_needed(late: int, channels: Channels) -> None:
+    made = channels(2)
+    made[1 - late].close()
+    time.sleep(0.1)
+    assert made[late].failure is None
+    with pytest.raises(ExchangeFailed, match=f"rank {1 - late} ended before the others"):
+        made[late].gather("x", b"").result(5)
+
+
+def test_a_silent_rank_is_an_error_after_the_time_limit(channels: Channels) -> None:
+    first, second = channels(2, timeout_seconds=0.3)
+    with pytest.raises(ExchangeFailed, match=r"no answer in 0.3 seconds .* to x, which waited for rank 1"):
+        first.gather("x", b"").result(5)
+    with pytest.raises(ExchangeFailed, match="no answer"):
+        second.gather("x", b"").result(5)
+
+
+def test_a_gather_that_was_given_up_is_no_silent_rank(channels: Channels) -> None:
+    first, second = channels(2, timeout_seconds=0.3)
+    assert first.gather("old", b"").cancel()
+    time.sleep(1)
+    futures = [channel.gather("new", b"") for channel in (first, second)]
+    assert [future.result(5) for future in futures] == [[b"", b""]] * 2
+
+
+def test_a_guarded_block_that_hangs_fails_its_future(channels: Channels) -> None:
+    first, _ = channels(2, timeout_seconds=0.3)
+    waiting = first.gather("other", b"")
+    with first.guarded("a sum", waiting), pytest.raises(ExchangeFailed, match="no answer"):
+        waiting.result(5)

@@ -1,0 +1,125 @@
+"""Whole runs of several workers as processes over TCP rings, with the embedded model."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.conftest import ROOT, TINY, Workers
+
+MakeWorkers = Callable[[str], Workers]
+EXACT = ("distributed.exact=true", "trainer.max_off_policy_steps=0")
+EXCHANGE_FAILED = 75
+
+
+def test_a_killed_worker_ends_the_other_and_one_goes_on_with_the_versions_of_an_undisturbed_run(
+    workers: MakeWorkers,
+) -> None:
+    whole, group = workers("whole"), workers("group")
+    keys = (*EXACT, "trainer.steps=8")
+    whole.run(1, *keys)
+    group.start(2, *keys)
+    wait_for_version(group, 2)
+    group.processes[0].kill()  # the one that alone writes checkpoints
+    (killed, _), (code, output) = group.wait()
+    assert (killed, code) == (-signal.SIGKILL, EXCHANGE_FAILED), output
+    assert "rank 0 is gone" in str(group.status(1)["reason"])
+    (saved,) = (group.folder / "run" / "ranks" / "1").glob("step_*")
+    group.run(1, *keys, "checkpoint.resume=auto")
+    assert not saved.exists()
+    assert len(whole.digests()) == 9
+    assert group.digests() == whole.digests()
+
+
+def test_only_the_first_rank_writes_and_all_tell_of_themselves(workers: MakeWorkers) -> None:
+    group = workers("group")
+    group.run(2, "trainer.steps=1")
+    assert (group.folder / "run" / "step_000001").is_dir()
+    other = group.folder / "run" / "ranks" / "1"
+    assert sorted(path.name for path in other.iterdir()) == ["config.yaml", "run.log", "worker.json"]
+    assert [group.status(rank)["state"] for rank in (0, 1)] == ["finished", "finished"]
+
+
+def test_another_configuration_ends_all_before_anything_is_loaded(workers: MakeWorkers) -> None:
+    group = workers("two")
+    began = time.monotonic()
+    group.start(2, changes={1: ["learner.learning_rate=1e-4"]})
+    for code, output in group.wait():
+        assert code == 2
+        assert "learner.learning_rate is 0.0001 at rank 1 and 0.002 at rank 0; it must be the same" in output
+    assert time.monotonic() - began < 20
+
+
+@pytest.mark.slow
+def test_a_launcher_without_distributed_is_refused(workers: MakeWorkers) -> None:
+    group = workers("two")
+    group.start(2, "distributed.engine=off")
+    for code, output in group.wait():
+        assert code == 2
+        assert "set distributed=mlx" in output
+
+
+@pytest.mark.slow
+def test_a_stop_asked_of_one_is_a_stop_of_all_at_the_same_step(workers: MakeWorkers) -> None:
+    group = workers("two")
+    group.start(2, "trainer.steps=100000", "checkpoint.every=100000")
+    wait_for_version(group, 2)
+    group.processes[1].send_signal(signal.SIGINT)
+    ended = group.wait()
+    assert [code for code, _ in ended] == [0, 0], ended
+    assert len(list((group.folder / "run").glob("step_*"))) == 1
+    assert [group.status(rank)["state"] for rank in (0, 1)] == ["finished", "finished"]
+
+
+@pytest.mark.slow
+def test_the_command_starts_the_workers_and_ends_with_their_exit_code(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "parallm.train", *TINY, "distributed.workers=2", "hydra.run.dir=run"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    assert subprocess.run([*command, "trainer.steps=1"], cwd=tmp_path, env=environment, check=False).returncode == 0
+    assert json.loads((tmp_path / "run/ranks/1/worker.json").read_text())["state"] == "finished"
+    running = subprocess.Popen(
+        [*command, "trainer.steps=100000"], cwd=tmp_path, env=environment, stderr=subprocess.PIPE
+    )
+    try:
+        status = tmp_path / "run/ranks/1/worker.json"
+        deadline = time.monotonic() + 30
+        while json.loads(status.read_text() or "{}").get("state") != "running":
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        os.kill(json.loads(status.read_text())["process"], signal.SIGKILL)
+        _, error = running.communicate(timeout=30)
+    finally:
+        running.kill()
+    assert running.returncode == 128 + signal.SIGKILL
+    assert re.search(rb"rank 0 ended with 75, rank 1 was killed by signal 9", error)
+
+
+def wait_for_version(group: Workers, version: int) -> None:
+    deadline = time.monotonic() + 40
+    while True:
+        try:
+            if group.digests().get(version) is not None:
+                return
+        except FileNotFoundError:
+            pass
+        assert time.monotonic() < deadline, [process.poll() for process in group.processes]
+        assert all(process.poll() is None for process in group.processes)
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [3, 4])
+def test_more_workers_make_the_versions_of_one(size: int, workers: MakeWorkers) -> None:
+    one, many = workers("one"), workers("many")
+    keys = (*EXACT, "rollout.refill_below=1", "trainer.evaluate_every=1", "trainer.steps=5")
+    one.run(1, *keys)
+    many.run(size, *keys)
+    assert len(one.digests()) == 6
+    assert one.digests() == many.digests()
