@@ -69,7 +69,7 @@ HeadShape = tuple[int, int]
 
 
 class FlatLayout:
-    """Where the tokens of a unit are, for all layers."""
+    """Places of a unit's tokens, for all layers."""
 
     def __init__(self, arrays: Ordered[mx.array], shapes: Ordered[HeadShape]) -> None:
         """`arrays` are int32, as `lay_out` makes them for layers of these shapes."""

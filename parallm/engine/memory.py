@@ -1,4 +1,4 @@
-"""Where keys and values are: in pages or in slots. The engine chooses once, by the device and the model."""
+"""The place of keys and values: pages or slots. The engine chooses once, by the device and the model."""
 
 from collections.abc import Callable, Mapping
 

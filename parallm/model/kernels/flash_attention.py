@@ -32,7 +32,7 @@ SLOTS = 264
 MIN_CUT = 2048  # packed rows
 NOT_PAGED, PAGED = ("PAGED", False), ("PAGED", True)
 MAX_CHUNKS = 64
-"""Of one call of `attend_pages`."""
+"""The parameters of one call of `attend_pages`."""
 
 
 @dataclass(frozen=True, slots=True)
