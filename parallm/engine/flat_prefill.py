@@ -30,6 +30,7 @@ from parallm.engine.settings import EngineSettings
 from parallm.model.kernels.cuda import has_kernels, listed_kernels, on_cuda
 from parallm.model.kernels.decode_attention import RotaryAngles
 from parallm.model.kernels.flash_attention import MAX_CHUNKS, attend_pages, fits_pages, page_tiles
+from parallm.model.kernels.gather import take_rows
 from parallm.model.kernels.page_write import PAGE, write_pages
 from parallm.model.kernels.rotary import Rotation
 from parallm.model.lora.linear import LoraBinding
@@ -250,7 +251,7 @@ class FlatPrefill:
         done = [(job, end - 1) for (job, _), end in zip(plan, ends, strict=True) if job.num_computed == len(job.tokens)]
         if not done:
             return [*computed, hidden_MH[:1]]
-        logits_SV = self._model.head(hidden_MH[mx.array([last for _, last in done])])
+        logits_SV = self._model.head(take_rows(hidden_MH, mx.array([last for _, last in done])))
         for row, (job, _) in enumerate(done):
             assert job.table is not None, "a job that was computed"
             job.logits_V = logits_SV[row, ...]
