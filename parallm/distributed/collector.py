@@ -46,7 +46,8 @@ class SharedCollector(Collector):
         parts = await asyncio.wrap_future(self._exchange.gather(label, pack_groups(groups)))
         merged: list[TrajectoryGroup | None] = [None] * len(problems)
         for rank, part in enumerate(parts):
-            merged[rank :: len(parts)] = unpack_groups(part, problems[rank :: len(parts)])
+            share = slice(rank, None, len(parts))
+            merged[share] = groups if share == own else unpack_groups(part, problems[share])
         return [group for group in merged if group is not None]
 
 

@@ -13,8 +13,8 @@ import mlx.core as mx
 Vectors = Mapping[int, mx.array]
 
 
-class Exchange(Protocol):
-    """Methods may be called from any thread, with evaluated arrays, by all ranks in the same order."""
+class Gathering(Protocol):
+    """What goes over the channel. Methods may be called from any thread."""
 
     @property
     def rank(self) -> int: ...
@@ -32,6 +32,13 @@ class Exchange(Protocol):
     def gather(self, label: str, part: bytes) -> Future[list[bytes]]:
         """Return the parts of all ranks, in the order of ranks. Raises ExchangeFailed."""
 
+    def close(self, reason: str = "") -> None:
+        """Leave, with a reason if the run has not come to its end."""
+
+
+class Exchange(Gathering, Protocol):
+    """Sums take evaluated arrays, and are called by all ranks in the same order."""
+
     def sum_slots(self, vectors_N: Vectors, used: Sequence[int], slots: int, length: int) -> Future[mx.array]:
         """Return the sum (N,) of the slots `used`, in their order. Raises ExchangeFailed.
 
@@ -41,9 +48,6 @@ class Exchange(Protocol):
 
     def take_seconds(self) -> dict[str, float]:
         """Seconds of gathers and sums since the last call, by names for metrics."""
-
-    def close(self, reason: str = "") -> None:
-        """Leave, with a reason if the run has not come to its end."""
 
 
 class Alone:

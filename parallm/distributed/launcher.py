@@ -149,4 +149,4 @@ def _devices() -> list[str]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return [name for name in visible.split(",") if name]
-    return [str(index) for index, _ in enumerate(Path("/proc/driver/nvidia/gpus").glob("*/"))]
+    return [str(index) for index, _ in enumerate(Path("/dev").glob("nvidia[0-9]*"))]

@@ -11,14 +11,15 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from parallm.distributed.exchange import Exchange
+from parallm.distributed.exchange import Gathering
 from parallm.distributed.wire import pack, unpack
 from parallm.errors import CheckpointError, Unavailable, WorkersDiffer
+from parallm.metrics.log_capture import PROGRESS
 from parallm.trainer.pacing import POLL_SECONDS, Pacing
 
 Result = TypeVar("Result")
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(PROGRESS)  # in the log, and not on the screen
 
 
 class SharedPacing(Pacing):
@@ -28,7 +29,7 @@ class SharedPacing(Pacing):
         self,
         save: Callable[[], Awaitable[Path]],
         *,
-        exchange: Exchange,
+        exchange: Gathering,
         version: Callable[[], tuple[int, str]],
         on_difference: Callable[[str], None] = lambda _: None,
     ) -> None:

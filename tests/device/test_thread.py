@@ -326,3 +326,39 @@ def test_scoring_fails_when_the_thread_ends(device: DeviceThread) -> None:
         waiting.result(5)
     with pytest.raises(EngineStopped):
         device.score(iter([1]))
+
+
+def test_an_update_that_waits_is_parked_and_others_go_on(device: DeviceThread) -> None:
+    worker = Counter({"serving": 50})
+    awaited: Future[str] = Future()
+
+    def update() -> Iterator[str | Future[str] | None]:
+        yield None
+        yield awaited
+        yield f"got {awaited.result()}"
+
+    units = device.iterate(update())
+    time.sleep(0.1)
+    device.attach(worker)
+    deadline = time.monotonic() + 5
+    while worker.units["serving"] and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert worker.units["serving"] == 0
+    assert not units.done()
+    awaited.set_result("it")
+    assert units.result(5) == "got it"
+
+
+def test_the_error_that_a_parked_update_waits_for_is_its_own(device: DeviceThread) -> None:
+    awaited: Future[str] = Future()
+
+    def update() -> Iterator[Future[str] | str]:
+        yield awaited
+        yield awaited.result()
+
+    units, later = device.iterate(update()), device.iterate(iter(["later"]))
+    assert not later.done()
+    awaited.set_exception(ValueError("lost"))
+    with pytest.raises(ValueError, match="lost"):
+        units.result(5)
+    assert later.result(5) == "later"

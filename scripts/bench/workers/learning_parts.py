@@ -220,7 +220,7 @@ async def main(
 
 
 async def run_shape(shape: str, names: Sequence[str], load: LearningLoad) -> AsyncIterator[dict[str, Any]]:
-    async with open_workbench(shape=shape, rows=load.streams) as bench:
+    async with open_workbench(shape=shape, rows=load.streams, kv_cache_bytes=load.kv_cache_bytes) as bench:
         parts = Parts(bench, shape, load).all()
         for name in names:
             yield {"part": name, **await attempt(parts[name])}
