@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from parallm.model.chat.tokenizer import ChatTokenizer
 
 REPLACEMENT = "\ufffd"  # what decoders give for a character whose bytes are not complete yet
+SILENT_TOKENS = 8
+"""So many tokens without text, such as hidden ones, are no beginning of a character, which has at most 4 bytes."""
 
 
 class Detokenizer:
@@ -24,7 +26,8 @@ class Detokenizer:
         """Append a token: `text` grows by the characters that are complete, in which stop strings may end."""
         self._tokens.append(token)
         num_before, more = len(self.text), self._after_safe()
-        if more and not more.endswith(REPLACEMENT):
+        is_silent = not more and len(self._tokens) - self._safe >= SILENT_TOKENS
+        if is_silent or (more and not more.endswith(REPLACEMENT)):
             self.text += more
             self._context, self._safe = self._safe, len(self._tokens)
         start = max(0, num_before - max(map(len, stops), default=0) + 1)

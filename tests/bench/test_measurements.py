@@ -1,11 +1,12 @@
 """Measurements make of what they measured what their figures say. With made-up results, and with tiny sizes."""
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 from bench.compare import change, change_by_halves, tune
-from bench.measure import engine, learner, learning, runs, serving, vllm
+from bench.measure import engine, learner, learning, runs, serving, start, vllm
 from bench.measurement import Figures, Request, bars
 from bench.processes import run_program
 from bench.workers import grpo_steps
@@ -65,6 +66,11 @@ def test_loads_beside_vllm_are_compared_by_the_tokens_of_both() -> None:
     assert figures == dict(zip(names, [2.5, 2.0, None], strict=True))
     with pytest.raises(ValueError, match="800 tokens of ours"):
         vllm.load_figures(["b1"], ours, {"b1": THEIRS | {"tokens": 700}})
+
+
+def test_publishing_is_compared_by_the_first_token_of_the_new_version() -> None:
+    ours, theirs = ({"publish": [0.1], "to_first_token": [first, 9.0, 1.0], "without": [1.0]} for first in (2.0, 8.0))
+    assert vllm.publish_figures(ours, theirs) == {"publish.gpu.8b.vs_vllm": 4.0}
 
 
 def test_completions_of_a_step_end_at_the_same_limits_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,3 +238,8 @@ def test_steps_in_which_a_process_compiles_do_not_count() -> None:
 def test_the_command_lists_all_figures() -> None:
     listed = run_program([sys.executable, "-m", "bench", "--list"])
     assert "engine.gpu.8b.lora8.vs_base" in listed
+
+
+def test_a_run_that_ends_before_its_first_step_has_no_seconds(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"no first step in \d+ s:\n.*learner.banana"):
+        start.seconds_to_first_step(["learner.banana=1"], tmp_path)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 from mlx_lm.utils import load_tokenizer
 
-from parallm.engine.detokenizer import Detokenizer
+from parallm.engine.detokenizer import SILENT_TOKENS, Detokenizer
 from parallm.model.chat.tokenizer import ChatTokenizer
 from parallm.model.load import NANO
 
@@ -36,3 +36,9 @@ def test_growing_text_decodes_only_what_is_new(tokenizer: ChatTokenizer, monkeyp
     for token in tokenizer.encode("12 + 12 = 24, " * 20):
         growing.add(token)
     assert max(lengths) <= 3
+    for token in (*tokenizer.eos_token_ids, 100_000) * 20:  # one is hidden, one is of no text
+        growing.add(token)
+    for token in tokenizer.encode("é🙂 ok"):
+        growing.add(token)
+    assert growing.text == "12 + 12 = 24, " * 20 + "é🙂 ok"
+    assert max(lengths) <= 2 * SILENT_TOKENS + 4

@@ -46,6 +46,7 @@ Found = Mapping[str, Mapping[str, Any]]
         "engine.gpu.8b.burst.vs_vllm": Bar(min=1, needs="gpu"),
         "engine.gpu.8b.lora.vs_vllm": Bar(min=1.2, needs="gpu"),
         "engine.gpu.8b.lora8.vs_vllm": Bar(min=1.4, needs="gpu"),
+        "publish.gpu.8b.vs_vllm": Bar(),
     },
     minutes=7,
     needs="gpu",
@@ -53,12 +54,24 @@ Found = Mapping[str, Mapping[str, Any]]
 def vllm_loads(request: Request) -> Figures:
     """Tokens/s from the first prompt token to the last one sampled. vLLM has one process for the base, one for LoRA."""
     names = [name for name in (*BASE_PARTS, *LORA_PARTS) if request.wants(f"engine.gpu.8b.{name}.vs_vllm")]
-    ours = results(work_in_parts("engine_parts", is_peer=False, **parts_job(names)))
+    publishes = ["publish"] if request.wants("publish.gpu.8b.vs_vllm") else []
+    ours = results(work_in_parts("engine_parts", is_peer=False, **parts_job(names))) if names else {}
     theirs: dict[str, Mapping[str, Any]] = {}
-    for has_lora, parts in ((False, BASE_PARTS), (True, LORA_PARTS)):
-        if chosen := [name for name in names if name in parts]:
+    for has_lora, parts in ((False, BASE_PARTS), (True, (*LORA_PARTS, "publish"))):
+        if chosen := [name for name in [*names, *publishes] if name in parts]:
             theirs |= results(vllm_work(request, "vllm_parts", **parts_job(chosen), has_lora=has_lora))
-    return load_figures(names, ours, theirs)
+    figures = load_figures(names, ours, theirs)
+    if publishes and "publish" in theirs:
+        figures |= publish_figures(work("publish_speed", shape="8b", repeats=20), theirs["publish"])
+    return figures
+
+
+def publish_figures(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Figures:
+    """A new version's first token, its publication included: vLLM's milliseconds over ours."""
+    names = ("publish", "to_first_token", "without")
+    rows = [(name, *(median(side[name]) for side in (ours, theirs))) for name in names]
+    print_table("Publishing an adapter of rank 16, ms", [("", "ours", "vLLM"), *rows])
+    return {"publish.gpu.8b.vs_vllm": median(theirs["to_first_token"]) / median(ours["to_first_token"])}
 
 
 def parts_job(names: Sequence[str]) -> dict[str, Any]:
@@ -93,17 +106,6 @@ def load_figures(names: Sequence[str], ours: Found, theirs: Found) -> Figures:
         rows.append((name, *speeds, speeds[0] / speeds[1]))
     print_table("8B beside vLLM, tokens/s", [("", "ours", "vLLM", "ratio"), *rows])
     return figures
-
-
-@measurement({"publish.gpu.8b.vs_vllm": Bar()}, minutes=4, needs="gpu")
-def vllm_publish(request: Request) -> Figures:
-    """A new version's first token, its publication included, while 8 requests decode: vLLM's seconds over ours."""
-    ours = work("publish_speed", shape="8b", repeats=20)
-    theirs = results(vllm_work(request, "vllm_parts", **parts_job(["publish"]), has_lora=True))["publish"]
-    names = ("publish", "to_first_token", "without")
-    rows = [(name, *(median(side[name]) for side in (ours, theirs))) for name in names]
-    print_table("Publishing an adapter of rank 16, ms", [("", "ours", "vLLM"), *rows])
-    return {"publish.gpu.8b.vs_vllm": median(theirs["to_first_token"]) / median(ours["to_first_token"])}
 
 
 @measurement(
@@ -141,7 +143,7 @@ def grpo_vllm(request: Request) -> Figures:
     random weights; TRL's attention is PyTorch's own, as no other is installed, and its rows are padded.
     """
     figures: Figures = {}
-    for shape, passes in (("0.5b", (64, 32)), ("8b", (8, 4))):
+    for shape, passes in (("0.5b", (32, 16)), ("8b", (8, 4))):
         name = f"grpo_step.gpu.{shape.replace('.', '')}.vs_trl_vllm"
         if request.wants(name):
             figures[name] = grpo_figure(request, shape, passes)
@@ -152,7 +154,7 @@ def grpo_figure(request: Request, shape: str, passes: Sequence[int]) -> float | 
     with tempfile.TemporaryDirectory() as model:
         torch = {"python": request.torch_python, "environment": {"BENCH_BLAS_LIBRARY": ""}}
         work("random_checkpoint", **torch, folder=model, config=SHAPES[shape])
-        job = {"model": model, "vocabulary": SHAPES[shape]["vocab_size"], "warm_up": 2, "steps": 3, **STEP}
+        job = {"model": model, "vocabulary": SHAPES[shape]["vocab_size"], "warm_up": 2, "steps": 2, **STEP}
         ours = work("grpo_steps", **job, shortest=SHORTEST)
         found = []
         for one in vllm_work(request, "trl_vllm_steps", limit=LIMIT, **job, shortest=SHORTEST, rows=passes):
