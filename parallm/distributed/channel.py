@@ -99,6 +99,8 @@ class Channel:
         self.size = size
         self.failure: str | None = None
         """Why the exchange has ended."""
+        self.on_failure: Callable[[str], None] = lambda _: None
+        """Called with the reason when the exchange has ended before its time."""
         self._links = {link.rank: link for link in links}
         self._timeout = timeout_seconds
         self._waits: dict[str, _Wait] = {}
@@ -127,6 +129,16 @@ class Channel:
                 self._links[0].send(label, part)
         return wait.future
 
+    def loss(self) -> Future[list[bytes]]:
+        """Return a future that gets ExchangeFailed when the exchange ends, and no result. Cancel it after use."""
+        wait = _Wait()
+        with self._lock:
+            if self.failure is not None:
+                settle(wait.future, error=ExchangeFailed(self.failure))
+            else:
+                self._waits[f"loss {id(wait)}"] = wait
+        return wait.future
+
     @contextmanager
     def guarded(self, label: str, future: Future[Any]) -> Iterator[None]:
         """Fail the exchange, and `future` with it, if the block takes longer than the time limit."""
@@ -152,6 +164,7 @@ class Channel:
             for link in self._links.values():
                 link.send(FAIL, reason.encode())
         logger.error("%s", reason)
+        self.on_failure(reason)
         for wait in waits.values():
             settle(wait.future, error=ExchangeFailed(reason))
 

@@ -61,6 +61,9 @@ class Collective:
         future.add_done_callback(lambda _: self._add("exchange/wait_seconds", time.perf_counter() - began))
         return future
 
+    def loss(self) -> Future[list[bytes]]:
+        return self._channel.loss()
+
     def sum_slots(self, vectors_N: Vectors, used: Sequence[int], slots: int, length: int) -> Future[mx.array]:
         future: Future[mx.array] = Future()
         self._work.put((vectors_N, used, slots, length, future))

@@ -10,6 +10,7 @@ import logging
 import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -29,6 +30,8 @@ STATUS = "worker.json"
 EXCHANGE_FAILED = 75
 """Exit code after another worker was lost: sysexits' EX_TEMPFAIL, since the same command goes on."""
 FAILED = 1
+LEAVE_SECONDS = 90.0
+"""Time to save and end after a failure; a collective that hangs may keep the process from it."""
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +58,7 @@ class Team(AbstractContextManager["Team"]):
         """The folder of rank 0."""
         self.own_folder = run_folder / RANKS / str(identity.rank)
         self._began = time.time()
+        channel.on_failure = self._prepare_to_leave
 
     @property
     def folder(self) -> Path:
@@ -97,6 +101,13 @@ class Team(AbstractContextManager["Team"]):
         if failure is not None:
             # a collective may hang for ever, and with it the end of the interpreter
             atexit.register(_leave, EXCHANGE_FAILED if isinstance(error, ExchangeFailed) else FAILED)
+
+    def _prepare_to_leave(self, reason: str) -> None:
+        """Tell the reason at once, and end the process whatever hangs in it."""
+        self.write_status("failed", reason)
+        timer = threading.Timer(LEAVE_SECONDS, _leave, (EXCHANGE_FAILED,))
+        timer.daemon = True
+        timer.start()
 
 
 def join_team(settings: DistributedSettings, folder: Path, facts: Mapping[str, Any]) -> Lone | Team:

@@ -90,7 +90,7 @@ class LearningLoad:
     seconds: float = 12.0
     """Of each mode; the streams alone are measured before and after all modes for a third of it."""
     publishes: int = 60
-    kv_cache_bytes: int = 8 << 30
+    kv_cache_bytes: int = 4 << 30
     """Of the engine beside updates, whose peaks of memory are compared: enough for the streams."""
 
 
