@@ -14,7 +14,6 @@ from statistics import median
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from bench.workers.loads import (
@@ -51,20 +50,6 @@ GREEDY = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
 Timing = tuple[float, float, float]
 """Seconds of some requests, of the median unit that gave a token to every row, and the CPU seconds that Python and MLX
 took of that unit in this thread, which sleeps while it waits for a GPU."""
-
-
-class CountedEmbedding(nn.Module):
-    """Counts the prompt tokens that a model computes: a decode step feeds one token a row."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-        self.num_tokens = 0
-
-    def __call__(self, tokens_BT: mx.array) -> mx.array:
-        if tokens_BT.shape[1] > 1:
-            self.num_tokens += tokens_BT.size
-        return self.inner(tokens_BT)
 
 
 class Bench:
@@ -135,13 +120,11 @@ class Bench:
 
     def group(self) -> dict[str, Any]:
         """Prompt tokens that are computed for groups with shared prompts."""
-        trunk = self._model.base.model
-        trunk.embed_tokens = counted = CountedEmbedding(trunk.embed_tokens)
         engine = self._engine(GROUPS * GROUP_SIZE)
         length = self._load.group_prompt
         self._timed(engine, self._requests([GREEDY] * GROUPS, [BASE] * GROUPS, length=length, n=GROUP_SIZE))
-        trunk.embed_tokens = counted.inner
-        return {"computed": counted.num_tokens, "of_rows": GROUPS * GROUP_SIZE * length}
+        computed = engine.prefill.num_prompt_tokens - engine.prefill.num_cached_tokens
+        return {"computed": computed, "of_rows": GROUPS * GROUP_SIZE * length}
 
     def prefill(self) -> dict[str, Any]:
         """Prompts of which one token each is sampled; tokens of prompts are counted."""
