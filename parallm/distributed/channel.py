@@ -14,6 +14,7 @@ import socket
 import struct
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, suppress
@@ -43,6 +44,7 @@ class _Wait:
     """Infinite until this rank asks, too."""
     parts: dict[int, bytes] = field(default_factory=dict)
     """What ranks have sent so far, at rank 0."""
+    began: float = field(default_factory=time.monotonic)
 
 
 class Link:
@@ -101,6 +103,8 @@ class Channel:
         """Why the exchange has ended."""
         self.on_failure: Callable[[str], None] = lambda _: None
         """Called with the reason when the exchange has ended before its time."""
+        self.late_seconds: Counter[int] = Counter()
+        """At rank 0: how much later than the first each rank came to gathers at which it was the last."""
         self._links = {link.rank: link for link in links}
         self._timeout = timeout_seconds
         self._waits: dict[str, _Wait] = {}
@@ -194,6 +198,7 @@ class Channel:
             self.fail(f"{_ranks(gone)} ended before the others")
         elif len(wait.parts) == self.size:
             del self._waits[label]
+            self.late_seconds[rank] += time.monotonic() - wait.began
             parts = [wait.parts[rank] for rank in range(self.size)]
             joined = b"".join([LENGTH.pack(len(part)) + part for part in parts])
             for link in self._links.values():

@@ -9,6 +9,7 @@ import logging
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
 
@@ -73,6 +74,9 @@ class Collective:
         seconds = dict(self._seconds)
         for name in seconds:
             self._seconds[name] = 0.0
+        late, self._channel.late_seconds = self._channel.late_seconds, Counter()
+        for rank, late_seconds in late.most_common(1):
+            seconds |= {"exchange/slowest_rank": rank, "exchange/slowest_seconds": late_seconds}
         return seconds
 
     def close(self, reason: str = "") -> None:

@@ -127,6 +127,8 @@ def join_team(settings: DistributedSettings, folder: Path, facts: Mapping[str, A
         raise ConfigError(f"distributed.workers={settings.workers}: the launcher has started {identity.size}")
     if settings.backend not in ("auto", identity.backend):
         raise ConfigError(f"distributed.backend={settings.backend}: the launcher has set up {identity.backend}")
+    if settings.exact and identity.size > settings.slots:
+        raise ConfigError(f"distributed.slots={settings.slots} is less than the {identity.size} workers; raise it")
     hello = {
         "rank": identity.rank,
         "size": identity.size,
