@@ -14,6 +14,7 @@ from statistics import median
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from mlx.utils import tree_flatten
 
 from bench.workers.loads import (
@@ -21,6 +22,7 @@ from bench.workers.loads import (
     Arrival,
     Load,
     check_tokens,
+    lengths,
     random_arrivals,
     random_burst,
     random_prompts,
@@ -76,6 +78,7 @@ class Bench:
             "penalties16": partial(self.sampling, has_penalties=True),
             "join": self.join,
             "group": self.group,
+            "memory": self.memory,
             "prefill": self.prefill,
             "groups": self.groups,
             "mixed": partial(self.served, random_arrivals),
@@ -125,6 +128,26 @@ class Bench:
         self._timed(engine, self._requests([GREEDY] * GROUPS, [BASE] * GROUPS, length=length, n=GROUP_SIZE))
         computed = engine.prefill.num_prompt_tokens - engine.prefill.num_cached_tokens
         return {"computed": computed, "of_rows": GROUPS * GROUP_SIZE * length}
+
+    def memory(self) -> dict[str, Any]:
+        """Bytes that rows of all lengths hold while they decode, and those of the tokens that they have."""
+        rows, vocabulary = self._load.memory_rows, self._shape["vocab_size"]
+        engine = self._engine(rows)
+        random = np.random.default_rng(0)
+        prompts = [
+            random.integers(0, vocabulary, count).tolist() for count in lengths(random, self._load.memory_lengths, rows)
+        ]
+        for request, prompt in zip(self._requests([GREEDY] * rows, [BASE] * rows), prompts, strict=True):
+            engine.add(replace(request, prompt_tokens=tuple(prompt)), False)
+        while engine.num_waiting():
+            engine.step("rollout")
+        for _ in range(WARM_UP_UNITS):
+            engine.step("rollout")
+        if engine.num_running() < rows:
+            raise ValueError(f"{engine.num_running()} of {rows} rows decode")
+        engine.flush("rollout")
+        num_tokens = sum(map(len, prompts)) + engine.num_tokens()["rollout"] - rows  # the newest ones are not computed
+        return {"held": engine.kv_budget.used, "needed": num_tokens * engine.kv_budget.cost.per_token}
 
     def prefill(self) -> dict[str, Any]:
         """Prompts of which one token each is sampled; tokens of prompts are counted."""
