@@ -14,7 +14,7 @@ import socket
 import struct
 import threading
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, suppress
@@ -103,7 +103,7 @@ class Channel:
         """Why the exchange has ended."""
         self.on_failure: Callable[[str], None] = lambda _: None
         """Called with the reason when the exchange has ended before its time."""
-        self.late_seconds: Counter[int] = Counter()
+        self.late_seconds: defaultdict[int, float] = defaultdict(float)
         """At rank 0: how much later than the first each rank came to gathers at which it was the last."""
         self._links = {link.rank: link for link in links}
         self._timeout = timeout_seconds

@@ -9,7 +9,7 @@ import logging
 import queue
 import threading
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import Future
 
@@ -74,9 +74,10 @@ class Collective:
         seconds = dict(self._seconds)
         for name in seconds:
             self._seconds[name] = 0.0
-        late, self._channel.late_seconds = self._channel.late_seconds, Counter()
-        for rank, late_seconds in late.most_common(1):
-            seconds |= {"exchange/slowest_rank": rank, "exchange/slowest_seconds": late_seconds}
+        late, self._channel.late_seconds = self._channel.late_seconds, defaultdict(float)
+        if late:
+            slowest = max(late, key=late.__getitem__)
+            seconds |= {"exchange/slowest_rank": slowest, "exchange/slowest_seconds": late[slowest]}
         return seconds
 
     def close(self, reason: str = "") -> None:
