@@ -153,7 +153,8 @@ class Engine:
         fills = traffic == "rollout" and len(jobs) >= self._streams.width
         waits = traffic == "rollout" or self._waits_for_others(queue, jobs)
         patience = PATIENCE if waits else 1
-        if jobs and (fills or queue.num_decodes >= patience or queue.num_running == 0):
+        is_idle = queue.num_running == 0 and not (self.prefill.takes_turns and queue.has_computed)
+        if jobs and (fills or queue.num_decodes >= patience or is_idle):
             queue.num_decodes = 0
             self._compute(queue, jobs)
             has_worked = True

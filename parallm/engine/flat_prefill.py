@@ -205,6 +205,8 @@ class FlatForward:
 class FlatPrefill:
     """The interface is that of `Prefill`."""
 
+    takes_turns = True
+
     def __init__(self, model: SharedModel, loras: LoraSelector, memory: PagedMemory, settings: EngineSettings) -> None:
         self.num_prompt_tokens = 0
         """Tokens of all jobs that have begun, cached ones included."""

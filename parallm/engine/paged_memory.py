@@ -4,6 +4,7 @@ The methods are those of `SlotMemory`. A job has pages for its whole prompt from
 one. What is computed stays in its pages for prompts that begin with the same tokens, until others need them.
 """
 
+import gc
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Ordered
 
@@ -34,8 +35,9 @@ class PagedMemory:
         is_servable: Callable[[str, int], bool],
     ) -> None:
         """`is_servable`: whether a request can still name an adapter of this name and version."""
+        gc.collect()  # an engine before this one is part of cycles, and would keep its pools beside the new ones
+        mx.clear_cache()
         self._model = model
-        self._queues = queues
         self._is_servable = is_servable
         self._uses_cache = settings.prefix_cache
         self._page_bytes = PAGE * cost.per_token

@@ -40,6 +40,9 @@ MIN_FILLED = 0.5
 
 
 class Prefill:
+    takes_turns = False
+    """Whether the first prompts of a burst decode before the last ones are computed: a CPU is faster with many rows."""
+
     def __init__(
         self,
         model: SharedModel,

@@ -41,6 +41,11 @@ class RequestQueue:
         """Whether a sequence decodes, or a step is in flight."""
         return any(decoder.sequences or decoder.in_flight for decoder in self.decoders)
 
+    @property
+    def has_computed(self) -> bool:
+        """Whether a computed prompt waits for its first step."""
+        return any(job.is_computed for job in self.waiting)
+
     def running(self) -> list[Sequence]:
         return [sequence for decoder in self.decoders for sequence in decoder.sequences]
 

@@ -284,3 +284,20 @@ def test_a_prompt_waits_a_little_for_others_while_many_answers_run(
         engine.step("serving")
         units += 1
     assert units - 1 + engine._queues["serving"].num_decodes in (expected - 1, expected)
+
+
+@pytest.mark.parametrize("takes_turns", [True, False])
+def test_the_first_prompts_of_a_burst_may_decode_while_others_are_computed(
+    takes_turns: bool, make_engine: MakeEngine, load_tiny: LoadTiny, ask: Ask
+) -> None:
+    engine = make_engine(load_tiny("llama"), settings=EngineSettings(speculation=NONE), async_scheduling=True)
+    engine.prefill.takes_turns = takes_turns
+    count = 4 * engine._streams.width
+    for place in range(count):
+        engine.add(ask(f"r{place}", PROMPT[place % 4 :], 40), False)
+    engine.step("serving")
+    engine.step("serving")
+    assert (engine.num_running() > 0) is takes_turns
+    while unit(engine):
+        pass
+    assert engine.num_tokens()["serving"] == 40 * count

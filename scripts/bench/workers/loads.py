@@ -62,6 +62,9 @@ class Load:
     storm_prompts: tuple[int, int] = (8, 32)
     storm_outputs: tuple[int, int] = (1, 8)
     """Lengths of a storm: so short that rows join and leave in nearly every step."""
+    memory_rows: int = 128
+    memory_lengths: tuple[int, int] = (32, 4096)
+    """Rows whose memory is measured, and their lengths, which are as likely on a logarithmic scale."""
     speculation: str = "none"
     """engine.speculation.method of ours."""
 
