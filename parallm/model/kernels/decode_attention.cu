@@ -27,8 +27,7 @@ extern "C" __global__ void decode_attention(const T* queries, const T* new_keys,
   const int tile = blockIdx.x % TILES;
   const int64_t head = blockIdx.x / TILES;  // row and key-value head
   const int length = lengths[head / H];
-  constexpr int UNIT = PAGE > 0 ? PAGE : 16;
-  const int part = ((capacity + gridDim.y - 1) / gridDim.y + UNIT - 1) / UNIT * UNIT;
+  const int part = ((capacity + gridDim.y - 1) / gridDim.y + PART_UNIT - 1) / PART_UNIT * PART_UNIT;
   const int first = window > 0 ? max(0, length + 1 - window) : 0;
   const int begin = max(first, int(blockIdx.y) * part), end = min(length, (int(blockIdx.y) + 1) * part);
   const bool has_newest = int(blockIdx.y) == length / part;
