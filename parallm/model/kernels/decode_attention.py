@@ -143,8 +143,8 @@ def append_and_attend(
         output_dtypes=[mx.float32] * 3 if parts > 1 else [dtype],
     )
     if parts > 1:
-        unit = page or PART_UNIT
-        part = -(-(-(-positions // parts)) // unit) * unit
+        unit, part = page or PART_UNIT, -(-positions // parts)
+        part += -part % unit
         attended = kernel("decode_attention_merge", (("T", dtype), ("D", size)))(
             [*attended, lengths_B],
             [parts, part, query_heads],
