@@ -35,6 +35,11 @@ MIN_FILLED = 0.5
 """Share of a row that a prompt must fill to be computed with longer ones."""
 
 
+def chunk_tokens(settings: EngineSettings) -> int:
+    """Prompt tokens in one unit of device work."""
+    return settings.prefill_chunk or (CUDA_CHUNK if on_cuda() else CHUNK)
+
+
 class Prefill:
     def __init__(
         self,
@@ -55,7 +60,7 @@ class Prefill:
         self._streams = streams
         self._loras = loras
         self._budget = budget
-        self._chunk = settings.prefill_chunk or (CUDA_CHUNK if on_cuda() else CHUNK)
+        self._chunk = chunk_tokens(settings)
         self._is_servable = is_servable
         self._num_free_bytes = num_free_bytes
         self._uses_cache = settings.prefix_cache and model.is_batch_invariant
