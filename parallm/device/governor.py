@@ -49,7 +49,9 @@ class Governor:
         if "serving" not in ready:
             self._intervals.end()
         elif self.serving_latency_target is not None and len(ready) > 1:
-            other = self._by_shares({work for work in ready if work != "serving"})
+            other: Work = "learning" if "learning" in ready else "rollout"
+            if "encoding" in ready:
+                other = self._by_shares({work for work in ready if work != "serving"})
             return other if self._intervals.has_time_for(other, self.serving_latency_target) else "serving"
         return self._by_shares(set(ready))
 

@@ -59,6 +59,7 @@ ERRORS: Mapping[int, str] = {
     "keeps what operators set. "
     "In vLLM's dialect of `/generate`: the request was aborted.",
     413: "The body is larger than `server.max_body_bytes`.",
+    422: "The model computes values that are not finite.",
     429: "The queue is full, or too many large bodies come at once; `Retry-After` says when to try again.",
     503: "The engine has stopped, or the server is about to end.",
     504: "The answer was not complete by its deadline.",
