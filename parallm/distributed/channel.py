@@ -14,6 +14,7 @@ import socket
 import struct
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, suppress
@@ -43,6 +44,7 @@ class _Wait:
     """Infinite until this rank asks, too."""
     parts: dict[int, bytes] = field(default_factory=dict)
     """What ranks have sent so far, at rank 0."""
+    began: float = field(default_factory=time.monotonic)
 
 
 class Link:
@@ -99,6 +101,10 @@ class Channel:
         self.size = size
         self.failure: str | None = None
         """Why the exchange has ended."""
+        self.on_failure: Callable[[str], None] = lambda _: None
+        """Called with the reason when the exchange has ended before its time."""
+        self.late_seconds: defaultdict[int, float] = defaultdict(float)
+        """At rank 0: how much later than the first each rank came to gathers at which it was the last."""
         self._links = {link.rank: link for link in links}
         self._timeout = timeout_seconds
         self._waits: dict[str, _Wait] = {}
@@ -127,6 +133,16 @@ class Channel:
                 self._links[0].send(label, part)
         return wait.future
 
+    def loss(self) -> Future[list[bytes]]:
+        """Return a future that gets ExchangeFailed when the exchange ends, and no result. Cancel it after use."""
+        wait = _Wait()
+        with self._lock:
+            if self.failure is not None:
+                settle(wait.future, error=ExchangeFailed(self.failure))
+            else:
+                self._waits[f"loss {id(wait)}"] = wait
+        return wait.future
+
     @contextmanager
     def guarded(self, label: str, future: Future[Any]) -> Iterator[None]:
         """Fail the exchange, and `future` with it, if the block takes longer than the time limit."""
@@ -152,6 +168,7 @@ class Channel:
             for link in self._links.values():
                 link.send(FAIL, reason.encode())
         logger.error("%s", reason)
+        self.on_failure(reason)
         for wait in waits.values():
             settle(wait.future, error=ExchangeFailed(reason))
 
@@ -181,6 +198,7 @@ class Channel:
             self.fail(f"{_ranks(gone)} ended before the others")
         elif len(wait.parts) == self.size:
             del self._waits[label]
+            self.late_seconds[rank] += time.monotonic() - wait.began
             parts = [wait.parts[rank] for rank in range(self.size)]
             joined = b"".join([LENGTH.pack(len(part)) + part for part in parts])
             for link in self._links.values():

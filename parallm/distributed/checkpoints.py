@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 
-from parallm.checkpoint.manager import CheckpointManager, checkpoint_folders
+from parallm.checkpoint.manager import CheckpointManager, best_checkpoint, checkpoint_folders
 from parallm.checkpoint.settings import CheckpointSettings
 from parallm.checkpoint.state import Fingerprint, RunFacts, TrainingState
 from parallm.distributed.team import RANKS
@@ -20,6 +20,9 @@ from parallm.errors import CheckpointError
 
 Share = Callable[[bytes], Future[list[bytes]]]
 """Gathers one part of each rank."""
+
+RECEIVED = Path("received") / "run"
+"""Folder of a worker with what rank 0 has handed out; deeper than that of a policy would be."""
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +75,7 @@ class FollowerCheckpoints(SharedCheckpoints):
         super().__init__(folder, settings, share=share, flaw=flaw)
         self._leader = leader
         self._has_failed = has_failed
+        self._received = folder / RECEIVED
 
     def save(self, state: TrainingState) -> Path:
         """Save after a failure of the exchange; else return the folder in which rank 0 saves the same."""
@@ -83,10 +87,12 @@ class FollowerCheckpoints(SharedCheckpoints):
         """Load what rank 0 hands out, which has decided that it fits."""
         if resume == "never":
             return None
-        for path in self.checkpoints():
-            shutil.rmtree(path)
-        _unpack(self._share(b"").result()[0], self._folder)
-        return super().load("auto", fingerprint, facts) if self.checkpoints() else None
+        shutil.rmtree(self._received, ignore_errors=True)
+        _unpack(self._share(b"").result()[0], self._received)
+        return CheckpointManager(self._received, self.settings).load("auto")
+
+    def best(self) -> Path | None:
+        return best_checkpoint(checkpoint_folders(self._received))
 
 
 def adopt_rescued(folder: Path) -> None:

@@ -9,6 +9,7 @@ import logging
 import queue
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import Future
 
@@ -61,6 +62,9 @@ class Collective:
         future.add_done_callback(lambda _: self._add("exchange/wait_seconds", time.perf_counter() - began))
         return future
 
+    def loss(self) -> Future[list[bytes]]:
+        return self._channel.loss()
+
     def sum_slots(self, vectors_N: Vectors, used: Sequence[int], slots: int, length: int) -> Future[mx.array]:
         future: Future[mx.array] = Future()
         self._work.put((vectors_N, used, slots, length, future))
@@ -70,6 +74,10 @@ class Collective:
         seconds = dict(self._seconds)
         for name in seconds:
             self._seconds[name] = 0.0
+        late, self._channel.late_seconds = self._channel.late_seconds, defaultdict(float)
+        if late:
+            slowest = max(late, key=late.__getitem__)
+            seconds |= {"exchange/slowest_rank": slowest, "exchange/slowest_seconds": late[slowest]}
         return seconds
 
     def close(self, reason: str = "") -> None:

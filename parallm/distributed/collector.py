@@ -5,9 +5,9 @@ Seeds follow from step and place, so it does not matter who samples.
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from parallm.distributed.exchange import Exchange
 from parallm.distributed.wire import pack_episodes, pack_groups, unpack_episodes, unpack_groups
@@ -15,6 +15,8 @@ from parallm.rollout.collector import Collector, RolloutBatch
 from parallm.rollout.evaluation import Evaluator
 from parallm.rollout.scoring import ScoredEpisode
 from parallm.types import GenerationRequest, Problem, TrajectoryGroup
+
+Result = TypeVar("Result")
 
 
 class SharedCollector(Collector):
@@ -42,7 +44,7 @@ class SharedCollector(Collector):
 
     async def _play(self, problems: Sequence[Problem], requests: Sequence[GenerationRequest]) -> list[TrajectoryGroup]:
         label, own = self._label, slice(self._exchange.rank, None, self._exchange.size)
-        groups = await super()._play(problems[own], requests[own]) if requests[own] else []
+        groups = await unless_lost(self._exchange, super()._play(problems[own], requests[own])) if requests[own] else []
         parts = await asyncio.wrap_future(self._exchange.gather(label, pack_groups(groups)))
         merged: list[TrajectoryGroup | None] = [None] * len(problems)
         for rank, part in enumerate(parts):
@@ -63,7 +65,9 @@ class SharedEvaluator(Evaluator):
         own = slice(self.exchange.rank, None, self.exchange.size)
         episodes = (
             # a class with slots is made anew, so super() without arguments does not find it
-            await Evaluator._play(self, problems[own], requests[own], progress) if requests[own] else []
+            await unless_lost(self.exchange, Evaluator._play(self, problems[own], requests[own], progress))
+            if requests[own]
+            else []
         )
         label = f"episodes of {requests[0].request_id}"
         parts = await asyncio.wrap_future(self.exchange.gather(label, pack_episodes(episodes)))
@@ -72,3 +76,17 @@ class SharedEvaluator(Evaluator):
             share = slice(rank, None, len(parts))
             merged[share] = unpack_episodes(part, problems[share], requests[share])
         return merged
+
+
+async def unless_lost(exchange: Exchange, work: Coroutine[Any, Any, Result]) -> Result:
+    """Return the result of `work`. Raises ExchangeFailed as soon as the exchange ends, after `work` was cancelled."""
+    task, lost = asyncio.ensure_future(work), asyncio.wrap_future(exchange.loss())
+    try:
+        await asyncio.wait((task, lost), return_when=asyncio.FIRST_COMPLETED)
+        if lost.done():
+            lost.result()
+        return task.result()
+    finally:
+        lost.cancel()
+        task.cancel()
+        await asyncio.wait((task,))

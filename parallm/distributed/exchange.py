@@ -32,6 +32,9 @@ class Gathering(Protocol):
     def gather(self, label: str, part: bytes) -> Future[list[bytes]]:
         """Return the parts of all ranks, in the order of ranks. Raises ExchangeFailed."""
 
+    def loss(self) -> Future[list[bytes]]:
+        """Return a future that gets ExchangeFailed when the exchange ends, and no result. Cancel it after use."""
+
     def close(self, reason: str = "") -> None:
         """Leave, with a reason if the run has not come to its end."""
 
@@ -60,6 +63,9 @@ class Alone:
 
     def gather(self, label: str, part: bytes) -> Future[list[bytes]]:
         return _done([part])
+
+    def loss(self) -> Future[list[bytes]]:
+        return Future()
 
     def sum_slots(self, vectors_N: Vectors, used: Sequence[int], slots: int, length: int) -> Future[mx.array]:
         total_N = add_slots([vectors_N[slot] for slot in used])

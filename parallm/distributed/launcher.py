@@ -23,9 +23,10 @@ from parallm.distributed.team import EXCHANGE_FAILED
 from parallm.errors import ConfigError
 
 CUDA_PACKAGES = ("mlx-cuda-12", "mlx-cuda-13")
-GRACE_SECONDS = 60.0
-"""Time for the other workers to save and end after one has failed."""
-KILL_SECONDS = 10.0
+STOP_SECONDS = 2.0
+"""Time after a failure until the other workers get SIGTERM: those that have joined know it by then, and save."""
+KILL_SECONDS = 120.0
+"""Time after a failure until the other workers are killed."""
 POLL_SECONDS = 0.1
 SIGNALLED = 128
 """Exit code of a process that a signal killed, less the signal's number, as shells count."""
@@ -83,14 +84,18 @@ def _environments(settings: DistributedSettings, count: int, temporary: Path) ->
 
 def _watch(processes: Sequence[subprocess.Popen[bytes]], folder: Path) -> int:
     """Wait for all; once one has failed the others have some time to save. Returns the exit code."""
-    deadline = float("inf")
+    failed_at: float | None = None
+    is_told = False
     while any(process.poll() is None for process in processes):
         time.sleep(POLL_SECONDS)
-        if deadline == float("inf") and any(process.returncode for process in processes):
-            deadline = time.monotonic() + GRACE_SECONDS
-        if time.monotonic() > deadline:
-            for process in processes:
-                _send(process, signal.SIGTERM if time.monotonic() < deadline + KILL_SECONDS else signal.SIGKILL)
+        if failed_at is None:
+            failed_at = time.monotonic() if any(process.returncode for process in processes) else None
+            continue
+        if time.monotonic() > failed_at + KILL_SECONDS:
+            _send(processes, signal.SIGKILL)
+        elif not is_told and time.monotonic() > failed_at + STOP_SECONDS:
+            is_told = True  # a second one would end them without saving
+            _send(processes, signal.SIGTERM)
     codes = [process.returncode for process in processes]
     if not any(codes):
         return 0
@@ -110,19 +115,16 @@ def _told(codes: Sequence[int]) -> str:
 def _forward_signals(processes: Sequence[subprocess.Popen[bytes]]) -> Mapping[int, Any]:
     """Hand SIGTERM to all workers. Ctrl-C reaches them by itself, from the terminal."""
 
-    def forward(number: int, _: object) -> None:
-        for process in processes:
-            _send(process, number)
-
     return {
-        signal.SIGTERM: signal.signal(signal.SIGTERM, forward),
+        signal.SIGTERM: signal.signal(signal.SIGTERM, lambda number, _: _send(processes, number)),
         signal.SIGINT: signal.signal(signal.SIGINT, lambda *_: None),
     }
 
 
-def _send(process: subprocess.Popen[bytes], number: int) -> None:
-    with suppress(ProcessLookupError):
-        process.send_signal(number)
+def _send(processes: Sequence[subprocess.Popen[bytes]], number: int) -> None:
+    for process in processes:
+        with suppress(ProcessLookupError):
+            process.send_signal(number)
 
 
 def _free_ports(count: int) -> list[int]:

@@ -66,6 +66,9 @@ class Single:
         """The largest number that any worker gives."""
         return number
 
+    def leave(self) -> None:
+        """Need no other worker from now on: training has come to its end."""
+
     async def check_same(self, facts: Mapping[str, Any], learner: Learner | RewardLearner) -> None:
         """Raise ConfigError with rank and key unless all workers have the same `facts`, and learners of one plan."""
 
@@ -124,6 +127,9 @@ class Shared(Single):
 
     async def largest(self, number: int) -> int:
         return max(value for value, *_ in await self._gather([number]))
+
+    def leave(self) -> None:
+        self._exchange.close()
 
     async def check_same(self, facts: Mapping[str, Any], learner: Learner | RewardLearner) -> None:
         assert isinstance(learner, SharedLearner), "reward models are trained by one process"

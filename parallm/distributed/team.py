@@ -10,6 +10,7 @@ import logging
 import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -29,6 +30,8 @@ STATUS = "worker.json"
 EXCHANGE_FAILED = 75
 """Exit code after another worker was lost: sysexits' EX_TEMPFAIL, since the same command goes on."""
 FAILED = 1
+LEAVE_SECONDS = 90.0
+"""Time to save and end after a failure; a collective that hangs may keep the process from it."""
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +58,7 @@ class Team(AbstractContextManager["Team"]):
         """The folder of rank 0."""
         self.own_folder = run_folder / RANKS / str(identity.rank)
         self._began = time.time()
+        channel.on_failure = self._prepare_to_leave
 
     @property
     def folder(self) -> Path:
@@ -98,6 +102,13 @@ class Team(AbstractContextManager["Team"]):
             # a collective may hang for ever, and with it the end of the interpreter
             atexit.register(_leave, EXCHANGE_FAILED if isinstance(error, ExchangeFailed) else FAILED)
 
+    def _prepare_to_leave(self, reason: str) -> None:
+        """Tell the reason at once, and end the process whatever hangs in it."""
+        self.write_status("failed", reason)
+        timer = threading.Timer(LEAVE_SECONDS, _leave, (EXCHANGE_FAILED,))
+        timer.daemon = True
+        timer.start()
+
 
 def join_team(settings: DistributedSettings, folder: Path, facts: Mapping[str, Any]) -> Lone | Team:
     """Join the workers that a launcher has started; without one train alone.
@@ -116,6 +127,8 @@ def join_team(settings: DistributedSettings, folder: Path, facts: Mapping[str, A
         raise ConfigError(f"distributed.workers={settings.workers}: the launcher has started {identity.size}")
     if settings.backend not in ("auto", identity.backend):
         raise ConfigError(f"distributed.backend={settings.backend}: the launcher has set up {identity.backend}")
+    if settings.exact and identity.size > settings.slots:
+        raise ConfigError(f"distributed.slots={settings.slots} is less than the {identity.size} workers; raise it")
     hello = {
         "rank": identity.rank,
         "size": identity.size,

@@ -42,7 +42,8 @@ class AsyncEngine:
 
     def stats(self) -> EngineStats:
         engine = self._attached()
-        budget, prefill, speculation = engine.kv_budget, engine.prefill, engine.speculation
+        budget, prefixes = engine.kv_budget, engine.memory.prefixes
+        prefill, speculation = engine.prefill, engine.speculation
         return EngineStats(
             num_running=engine.num_running(),
             num_waiting=engine.num_waiting(),
@@ -51,9 +52,9 @@ class AsyncEngine:
             kv_bytes=budget.used,
             kv_bytes_limit=budget.limit,
             num_preemptions=engine.scheduler.num_preempted,
-            prefix_bytes=budget.prefixes.nbytes,
-            num_prefix_lookups=budget.prefixes.num_lookups,
-            num_prefix_hits=budget.prefixes.num_hits,
+            prefix_bytes=prefixes.nbytes,
+            num_prefix_lookups=prefixes.num_lookups,
+            num_prefix_hits=prefixes.num_hits,
             prompt_tokens_total=prefill.num_prompt_tokens,
             cached_prompt_tokens_total=prefill.num_cached_tokens,
             num_drafts=speculation.num_drafts,

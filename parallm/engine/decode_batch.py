@@ -15,6 +15,7 @@ import logging
 import operator
 from collections.abc import Callable
 from collections.abc import Sequence as Ordered
+from itertools import groupby
 from typing import Any
 
 import mlx.core as mx
@@ -22,9 +23,10 @@ import mlx.core as mx
 from parallm.engine.kv.attention_metadata import AttentionMetadata
 from parallm.engine.kv.budget import KvCost
 from parallm.engine.kv.cache import SlotCache
+from parallm.engine.kv.paged_cache import PagedCache
 from parallm.engine.kv.shapes import BLOCK, EMPTY, MIN_POSITIONS, BufferShape, blocks, grown, grown_to_end, in_quarters
 from parallm.engine.kv.slot_manager import SlotManager, fill
-from parallm.engine.sequence import Sequence
+from parallm.engine.sequence import PrefillJob, Sequence
 from parallm.model.attention import MIN_ROWS
 from parallm.model.kernels.cuda import on_cuda
 from parallm.model.lora.linear import LoraBinding
@@ -50,11 +52,12 @@ def row_bucket(num_rows: int) -> int:
 
 
 class CompiledForward:
-    """The trunk of a model over slot caches, for rows whose adapters come as arrays alone."""
+    """The trunk of a model over slots or pages, for rows whose adapters come as arrays alone."""
 
-    def __init__(self, model: SharedModel) -> None:
+    def __init__(self, model: SharedModel, layer_cache: type[SlotCache] | type[PagedCache] = SlotCache) -> None:
         mx.eval(model.base.parameters())  # a trace would repeat the computation of an array that is not evaluated yet
         self._model = model
+        self._layer_cache = layer_cache
         self._functions: dict[tuple[Structure | None, bool], Function] = {}
         self._needs_contiguous = False  # as a trace has found for all rows, see `AttentionMetadata`
         self._lora: SingleLora | SegmentedLora | None = None  # the last one, with its arrays and structure
@@ -64,7 +67,8 @@ class CompiledForward:
     def __call__(
         self, tokens_B: mx.array, metadata: AttentionMetadata, buffers: Arrays, lora: SingleLora | SegmentedLora | None
     ) -> tuple[mx.array, Arrays]:
-        """Hidden states (B, H) and the KV buffers after the step, (S, heads, L, D) of each layer in turn."""
+        """Hidden states (B, H), and the KV buffers after the step, (S, heads, L, D) of each layer in turn; of pages
+        none, which are written in place."""
         if lora is not self._lora:
             self._lora = lora
             self._arrays, self._structure = ([], None) if lora is None else (lora.arrays(), lora.structure())
@@ -83,8 +87,8 @@ class CompiledForward:
         ) -> tuple[mx.array, Arrays]:
             traced = AttentionMetadata()
             traced.is_contiguous = traced.needs_contiguous = is_contiguous
-            traced.set_traced(lengths_B, slots_B, num_positions=buffers[0].shape[2])
-            caches = [SlotCache(traced, pair) for pair in zip(buffers[::2], buffers[1::2], strict=True)]
+            traced.set_traced(lengths_B, slots_B, num_positions=self._layer_cache.num_positions(slots_B, buffers))
+            caches = [self._layer_cache(traced, pair) for pair in zip(buffers[::2], buffers[1::2], strict=True)]
             lora = None if structure is None else structure.lora(weights)
             hidden_B1H = self._model.hidden(tokens_B[:, None], caches, lora)
             self._needs_contiguous = self._needs_contiguous or traced.needs_contiguous
@@ -107,12 +111,15 @@ class SlotDecodeBatch:
         self._slots = SlotManager(num_layers)
         self._compiled = compiled
 
-    def join(self, sequences: Ordered[Sequence], cache: Ordered[Any], rows: Ordered[int]) -> None:
-        """Add sequences of computed jobs: sequence i copies row `rows[i]` of the cache."""
-        num_sequences = len(self.sequences) + len(sequences)
-        self._reserve(num_sequences, max(sequence.num_reserved for sequence in (*sequences, *self.sequences)))
-        self._slots.join(cache, rows, [sequence.num_cached + 1 for sequence in sequences])
-        self.sequences += sequences
+    def join(self, joining: Ordered[tuple[PrefillJob, Sequence]]) -> None:
+        """Add sequences of computed jobs, each with a copy of its job's keys and values."""
+        for _, group in groupby(joining, key=lambda pair: id(pair[0].cache)):
+            jobs, sequences = zip(*group, strict=True)
+            num_sequences = len(self.sequences) + len(sequences)
+            self._reserve(num_sequences, max(sequence.num_reserved for sequence in (*sequences, *self.sequences)))
+            lengths = [sequence.num_cached + 1 for sequence in sequences]
+            self._slots.join(jobs[0].cache, [job.cache_row for job in jobs], lengths)
+            self.sequences += sequences
 
     def leave(self, indices: Ordered[int], *, waits: bool) -> None:
         """Remove sequences; the last ones take their indices.
@@ -122,7 +129,7 @@ class SlotDecodeBatch:
         for index in indices:
             if self.sequences[index].may_be_broken:
                 self._slots.clear(index)
-        moves = _moves(indices, len(self.sequences))
+        moves = moves_of(indices, len(self.sequences))
         lengths = [self.sequences[index].num_cached for _, index in moves]
         self._slots.leave(moves, lengths, len(indices), waits=waits)
         fill(self.sequences, moves, len(indices))
@@ -216,12 +223,12 @@ class SequentialDecodeBatch:
         self._cost = cost
         self._caches: list[list[Any]] = []
 
-    def join(self, sequences: Ordered[Sequence], cache: Ordered[Any], rows: Ordered[int]) -> None:
-        self._caches += [copy.deepcopy(list(cache)) for _ in sequences]
-        self.sequences += sequences
+    def join(self, joining: Ordered[tuple[PrefillJob, Sequence]]) -> None:
+        self._caches += [copy.deepcopy(list(job.cache)) for job, _ in joining]
+        self.sequences += [sequence for _, sequence in joining]
 
     def leave(self, indices: Ordered[int], *, waits: bool) -> None:
-        moves = _moves(indices, len(self.sequences))
+        moves = moves_of(indices, len(self.sequences))
         fill(self.sequences, moves, len(indices))
         fill(self._caches, moves, len(indices))
 
@@ -253,9 +260,6 @@ class SequentialDecodeBatch:
         """mlx-lm's caches grow by themselves."""
 
 
-DecodeBatch = SlotDecodeBatch | SequentialDecodeBatch
-
-
 class DecodeBatchFactory:
     """Creates batches of the kind that the model allows, which share what is compiled: on a CPU that would need a C++
     compiler and save little."""
@@ -265,14 +269,14 @@ class DecodeBatchFactory:
         self._cost = cost
         self._compiled = CompiledForward(model) if model.is_batch_invariant and on_cuda() else None
 
-    def __call__(self) -> DecodeBatch:
+    def __call__(self) -> SlotDecodeBatch | SequentialDecodeBatch:
         if not self._model.is_batch_invariant:
             return SequentialDecodeBatch(self._model, self._cost)
         num_layers, size = len(self._model.make_cache()), self._cost.per_token
         return SlotDecodeBatch(self._model, num_layers, bytes_per_position=size, compiled=self._compiled)
 
 
-def _moves(leaving: Ordered[int], num_sequences: int) -> list[tuple[int, int]]:
+def moves_of(leaving: Ordered[int], num_sequences: int) -> list[tuple[int, int]]:
     """(free index, index from the end) for each sequence that takes the index of one that leaves."""
     num_left, gone = num_sequences - len(leaving), frozenset(leaving)
     free = sorted(index for index in gone if index < num_left)

@@ -8,12 +8,12 @@ Axes: B rows of a forward, H hidden, V vocabulary, F rows that feed a token.
 
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
-from itertools import groupby
 
 import mlx.core as mx
 import numpy as np
 
-from parallm.engine.decode_batch import DecodeBatch
+from parallm.engine.decode_batch import SequentialDecodeBatch, SlotDecodeBatch
+from parallm.engine.paged_batch import PagedDecodeBatch
 from parallm.engine.sampling.logits_processors import LogitsProcessors
 from parallm.engine.sampling.sampler import RowSampling, SampledTokens, read_alternatives, row_sampling, sample
 from parallm.engine.sequence import PrefillJob, Sequence
@@ -23,6 +23,8 @@ from parallm.model.kernels.cuda import interned_array
 from parallm.model.kernels.gather import take_rows
 from parallm.model.lora.selector import LoraSelector
 from parallm.model.shared_model import SharedModel
+
+DecodeBatch = SlotDecodeBatch | SequentialDecodeBatch | PagedDecodeBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,10 +106,8 @@ class Decoder:
 
     def join(self, joining: Ordered[tuple[PrefillJob, Sequence]]) -> None:
         """Add sequences of computed jobs; the next step samples their first tokens."""
-        for _, group in groupby(joining, key=lambda pair: id(pair[0].cache)):
-            jobs, sequences = zip(*group, strict=True)
-            with mx.stream(self._stream):  # so that all streams create their first buffers at the same time
-                self.batch.join(sequences, jobs[0].cache, [job.cache_row for job in jobs])
+        with mx.stream(self._stream):  # so that all streams create their first buffers at the same time
+            self.batch.join(joining)
         self._speculation.join([sequence for _, sequence in joining])
         self._first_logits += [job.logits_V for job, _ in joining if job.logits_V is not None]
 

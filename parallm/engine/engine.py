@@ -13,16 +13,16 @@ import logging
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
-from functools import partial
 
 import mlx.core as mx
 
 from parallm.device.streams import DeviceStreams
-from parallm.engine.decode_batch import DecodeBatchFactory
 from parallm.engine.decoder import Decoder, Step
-from parallm.engine.kv.budget import KvBudget, max_context, measure_cost
-from parallm.engine.prefill import Prefill
-from parallm.engine.scheduler import RequestQueue, Scheduler
+from parallm.engine.kv.budget import max_context
+from parallm.engine.memory import make_memory
+from parallm.engine.prefill import make_prefill
+from parallm.engine.request_queue import RequestQueue
+from parallm.engine.scheduler import Scheduler
 from parallm.engine.sequence import PrefillJob, Sequence, make_sequences
 from parallm.engine.settings import EngineSettings
 from parallm.engine.speculation import make_speculation
@@ -37,8 +37,11 @@ from parallm.types import GenerationRequest, TokenEvent, TrafficClass
 logger = logging.getLogger(__name__)
 
 TRAFFIC_CLASSES: tuple[TrafficClass, ...] = ("serving", "rollout")
-ROLLOUT_PATIENCE = 4
+PATIENCE = 4
 """Decode units for which a rollout's prompt waits for another one, so that no stream is idle while it is computed."""
+MANY_ANSWERS = 32
+"""A device that computes several prompts in one forward lets a prompt wait so, too, while as many answers run: that is
+30 ms of an 8B shape on an H200, and a forward for each prompt would stop all answers for 10 to 20."""
 OUT_OF_MEMORY = re.compile(
     r"out of memory|unable to allocate|insufficient memory|attempting to allocate", re.IGNORECASE
 )
@@ -69,14 +72,14 @@ class Engine:
         self._emit = emit
         self._report = report
         self._async_scheduling = async_scheduling
-        cost = measure_cost(model)
-        self._make_batch = DecodeBatchFactory(model, cost)
-        self.kv_budget = KvBudget(settings, cost, partial(self._make_batch().bytes_for, end=None))
         self.speculation = make_speculation(settings.speculation, model)
-        self._queues = {traffic: RequestQueue(self._make_decoders()) for traffic in TRAFFIC_CLASSES}
-        self.scheduler = Scheduler(self.kv_budget, self._queues, self.kv_budget.max_rows, self._flush)
-        num_free_bytes = self.scheduler.num_free_bytes
-        self.prefill = Prefill(model, streams, self._loras, self.kv_budget, settings, adapters.holds, num_free_bytes)
+        self._queues: dict[TrafficClass, RequestQueue] = {traffic: RequestQueue([]) for traffic in TRAFFIC_CLASSES}
+        self.memory = make_memory(model, settings, self._queues, adapters.holds)
+        self.kv_budget = self.memory.budget
+        for queue in self._queues.values():
+            queue.decoders = self._make_decoders()
+        self.scheduler = Scheduler(self.memory, self._queues, self.kv_budget.max_rows, self._flush)
+        self.prefill = make_prefill(model, streams, self._loras, self.memory, settings, adapters.holds)
         self._warned: set[str] = set()  # of models that computed NaN in a rollout
         self._num_requests = 0
         self._at_work: list[Sequence] | None = None  # sequences of the unit at work; None between units
@@ -128,7 +131,7 @@ class Engine:
 
     def reset_caches(self) -> None:
         """Free memory that only saves work: the prefix cache, LoRA weights of versions and MLX's free buffers."""
-        self.kv_budget.prefixes.clear()
+        self.memory.prefixes.clear()
         self._loras.clear()
         mx.clear_cache()
         self._count()
@@ -148,8 +151,10 @@ class Engine:
         # Rollouts fill their rows first, but a prompt that would leave a stream idle waits a little for others. Serving
         # alternates, so that a long prompt does not stall running answers
         fills = traffic == "rollout" and len(jobs) >= self._streams.width
-        patience = ROLLOUT_PATIENCE if traffic == "rollout" else 1
-        if jobs and (fills or queue.num_decodes >= patience or queue.num_running == 0):
+        waits = traffic == "rollout" or self._waits_for_others(queue, jobs)
+        patience = PATIENCE if waits else 1
+        is_idle = queue.num_running == 0 and not (self.prefill.takes_turns and queue.has_computed)
+        if jobs and (fills or queue.num_decodes >= patience or is_idle):
             queue.num_decodes = 0
             self._compute(queue, jobs)
             has_worked = True
@@ -160,6 +165,12 @@ class Engine:
         for other in self._queues.values():
             other.is_blocked = other is queue and not has_worked
         self._at_work = None
+
+    def _waits_for_others(self, queue: RequestQueue, jobs: list[PrefillJob]) -> bool:
+        """Whether few prompts of which none has begun would stop many answers."""
+        if not self._async_scheduling or queue.num_running < MANY_ANSWERS:
+            return False
+        return len(jobs) < min(PATIENCE, self.prefill.max_jobs) and not any(job.num_computed for job in jobs)
 
     def flush(self, traffic: TrafficClass) -> None:
         """Read what is still in flight of a class, if anything is."""
@@ -175,7 +186,7 @@ class Engine:
         memory ran out, all requests are computed again within a lower limit, as long as it can be lowered."""
         at_work, self._at_work = self._at_work, None
         requests = [sequence.request for queue in self._queues.values() for sequence in queue.sequences()]
-        if at_work is not None and is_out_of_memory(error) and self.kv_budget.lower(requests):
+        if at_work is not None and is_out_of_memory(error) and self.memory.lower(requests):
             for name in self._queues:
                 self._requeue(name, frozenset())
             self._loras.clear()
@@ -197,7 +208,7 @@ class Engine:
             if sequence.request.request_id in failed or sequence.finish_reason
         )
         self._queues[traffic] = self.scheduler.requeue(queue, self._make_decoders(), failed)
-        self.kv_budget.prefixes.clear()
+        self.memory.prefixes.clear()
 
     def num_running(self) -> int:
         return sum(queue.num_running for queue in self._queues.values())
@@ -209,11 +220,13 @@ class Engine:
         return {traffic: queue.num_tokens for traffic, queue in self._queues.items()}
 
     def _count(self) -> None:
-        self.kv_budget.used = self.scheduler.num_held_bytes()
+        self.kv_budget.used = self.memory.num_held_bytes()
 
     def _make_decoders(self) -> list[Decoder]:
         handles = self._streams.handles
-        return [Decoder(self.model, self._loras, self._make_batch(), self.speculation, stream) for stream in handles]
+        return [
+            Decoder(self.model, self._loras, self.memory.make_batch(), self.speculation, stream) for stream in handles
+        ]
 
     def _switch_versions(self, queue: RequestQueue) -> None:
         """Move sequences that switch versions in flight to the newest one, once the tokens in flight are read."""

@@ -5,13 +5,19 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from parallm.engine.decode_batch import row_bucket
+from parallm.engine.flat_prefill import list_kernels as list_flat_prefill
 from parallm.engine.kv.attention_metadata import AttentionMetadata
 from parallm.engine.kv.cache import SlotCache
+from parallm.engine.kv.paged_cache import PagedCache, make_pools
 from parallm.engine.kv.shapes import STEP, BufferShape
+from parallm.engine.memory import has_pages
+from parallm.engine.settings import EngineSettings
 from parallm.model.adapters.adapter import Adapter
 from parallm.model.kernels.compiler import Specialization
 from parallm.model.kernels.cuda import has_kernels, listed_kernels
 from parallm.model.kernels.gather import take_in_groups, take_rows
+from parallm.model.kernels.page_copy import copy_pages
+from parallm.model.kernels.page_write import PAGE
 from parallm.model.kernels.slot_copy import can_copy, copy_out, copy_to_slots
 from parallm.model.kernels.token_draw import draw_tokens, score_tokens
 from parallm.model.kernels.token_filter import ends_by_kernel, weights_by_kernel
@@ -27,7 +33,7 @@ MAX_BUCKET = 96
 """Rows from which on all numbers of rows are multiplied alike."""
 
 
-def engine_kernels(model: SharedModel, adapter: Adapter) -> list[Specialization]:
+def engine_kernels(model: SharedModel, adapter: Adapter, settings: EngineSettings) -> list[Specialization]:
     """The kernels of prompts and of steps of any number of rows, of the base and of one or two versions like `adapter`.
 
     Device thread only.
@@ -37,9 +43,14 @@ def engine_kernels(model: SharedModel, adapter: Adapter) -> list[Specialization]
     with listed_kernels() as kernels:
         prompts = model.make_cache()
         hidden_1TH = model.hidden(mx.zeros((1, STEP), mx.int32), prompts, None)
-        take_in_groups(hidden_1TH, mx.zeros((1, 1), mx.int32))
-        for rows, positions in SHAPES:
-            _step(model, prompts, BufferShape(rows, positions))
+        if has_pages(model, settings):
+            list_flat_prefill(model)
+            for rows, positions in SHAPES:
+                _paged_step(model, rows, positions)
+        else:
+            take_in_groups(hidden_1TH, mx.zeros((1, 1), mx.int32))
+            for rows, positions in SHAPES:
+                _step(model, prompts, BufferShape(rows, positions))
         _sampling(model.head(hidden_1TH[0, :1]))
         buckets = sorted({row_bucket(rows) for rows in range(1, MAX_BUCKET + 1)})
         for lora in (None, *_loras(model, adapter)):
@@ -64,6 +75,15 @@ def _step(model: SharedModel, prompts: Sequence[PlainCache], shape: BufferShape)
         copy_to_slots(prompts_N, buffers_N, rows=[0], slots=[0], lengths=[STEP])
         copy_out(buffers_N, 0, 0, STEP)
     model.hidden(rows[:, None], caches, None)
+
+
+def _paged_step(model: SharedModel, rows: int, positions: int) -> None:
+    """Build the graph of a step of rows with tables of as many positions, of which one joins a group."""
+    metadata, lengths_B = AttentionMetadata(), mx.zeros(rows, mx.int32)
+    metadata.set_traced(lengths_B, mx.zeros((rows, positions // PAGE), mx.int32), num_positions=positions)
+    layers = make_pools(model, 1)
+    copy_pages([array for layer in layers for array in layer], [0], [0])
+    model.hidden(lengths_B[:, None], [PagedCache(metadata, layer) for layer in layers], None)
 
 
 def _sampling(logits_1V: mx.array) -> None:

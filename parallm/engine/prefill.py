@@ -18,11 +18,15 @@ from mlx.utils import tree_flatten
 
 from parallm.device.streams import DeviceStreams
 from parallm.engine.decoder import Decoder
-from parallm.engine.kv.budget import KvBudget
+from parallm.engine.flat_prefill import FlatPrefill
 from parallm.engine.kv.prefix_cache import Hit, Owner, layers_of, row_copies, stacks_of
 from parallm.engine.kv.shapes import BLOCK, allocated, blocks, padded, reusable
+from parallm.engine.memory import KvMemory
+from parallm.engine.paged_batch import PagedDecodeBatch
+from parallm.engine.paged_memory import PagedMemory
 from parallm.engine.sequence import PrefillJob, Sequence
 from parallm.engine.settings import EngineSettings
+from parallm.engine.slot_memory import SlotMemory
 from parallm.model.attention import MIN_ROWS
 from parallm.model.kernels.cuda import on_cuda
 from parallm.model.kernels.gather import take_in_groups
@@ -41,15 +45,17 @@ def chunk_tokens(settings: EngineSettings) -> int:
 
 
 class Prefill:
+    takes_turns = False
+    """Whether the first prompts of a burst decode before the last ones are computed: a CPU is faster with many rows."""
+
     def __init__(
         self,
         model: SharedModel,
         streams: DeviceStreams,
         loras: LoraSelector,
-        budget: KvBudget,
+        memory: SlotMemory,
         settings: EngineSettings,
         is_servable: Callable[[str, int], bool],
-        num_free_bytes: Callable[[], int],
     ) -> None:
         """`is_servable`: whether a request can still name an adapter of this name and version."""
         self.num_prompt_tokens = 0
@@ -59,10 +65,10 @@ class Prefill:
         self._model = model
         self._streams = streams
         self._loras = loras
-        self._budget = budget
+        self._memory = memory
+        self._prefixes = memory.prefixes
         self._chunk = chunk_tokens(settings)
         self._is_servable = is_servable
-        self._num_free_bytes = num_free_bytes
         self._uses_cache = settings.prefix_cache and model.is_batch_invariant
         self.max_positions = self._chunk if model.is_batch_invariant and on_cuda() else 0
         """Positions of one forward over several jobs; 0: each job is computed alone."""
@@ -144,6 +150,7 @@ class Prefill:
     def keep_ended(self, decoder: Decoder) -> list[mx.array]:
         """Cache what sequences that have ended computed; returns what to evaluate before their slots change."""
         kept: list[mx.array] = []
+        assert not isinstance(decoder.batch, PagedDecodeBatch)
         for index, sequence in enumerate(decoder.sequences):
             if sequence.finish_reason is not None and sequence.request.is_continued and not sequence.is_broken:
                 num_computed = len(sequence.request.prompt_tokens) + len(sequence.tokens) - 1
@@ -155,12 +162,12 @@ class Prefill:
     ) -> list[mx.array]:
         if not self._uses_cache:
             return []
-        prefixes = self._budget.prefixes
-        prefixes.forget(self._is_servable)
+        self._prefixes.forget(self._is_servable)
         end, adapter = sequence.segments()[0]  # only what one version has computed
         tokens = (*sequence.request.prompt_tokens, *sequence.tokens)[: min(end, num_computed)]
         owner = Owner.of(adapter, sequence.request.cache_salt)
-        return prefixes.add(owner, tokens, copy, self._budget.cost.per_token, self._num_free_bytes())
+        per_token, num_free = self._memory.budget.cost.per_token, self._memory.num_free_bytes()
+        return self._prefixes.add(owner, tokens, copy, per_token, num_free)
 
     def _begin(self, jobs: Ordered[PrefillJob]) -> list[Any]:
         """A cache with a row for each job, allocated for whole prompts, where mlx-lm's caches would grow and copy, and
@@ -184,14 +191,14 @@ class Prefill:
         """The cached prefix of a job that begins."""
         if not self._uses_cache or job.scorer is not None:
             return None
-        return self._budget.prefixes.match(*self._prefix(job))
+        return self._prefixes.match(*self._prefix(job))
 
     def _prefix(self, job: PrefillJob) -> tuple[Owner, Ordered[int], int]:
         """Owner, tokens, and the number of cached tokens to take."""
         end, adapter = job.segment()
         most = min(end, len(job.tokens) - MIN_ROWS)  # the rest gives the logits, in products of enough rows
         owner = Owner.of(adapter, job.request.cache_salt)
-        return owner, job.tokens, reusable(self._budget.prefixes.num_cached(owner, job.tokens, most))
+        return owner, job.tokens, reusable(self._prefixes.num_cached(owner, job.tokens, most))
 
     def _num_cached_together(self, job: PrefillJob) -> int | None:
         """Cached tokens of a job that one forward can compute with others; None where it is computed alone."""
@@ -204,6 +211,20 @@ class Prefill:
         """A chunk's end, a little earlier where the remainder would be too few rows for exact products."""
         end = min(start + self._chunk, segment_end)
         return end - (MIN_ROWS if 0 < segment_end - end < MIN_ROWS else 0)
+
+
+def make_prefill(
+    model: SharedModel,
+    streams: DeviceStreams,
+    loras: LoraSelector,
+    memory: KvMemory,
+    settings: EngineSettings,
+    is_servable: Callable[[str, int], bool],
+) -> Prefill | FlatPrefill:
+    """The one that computes into what `memory` has."""
+    if isinstance(memory, PagedMemory):
+        return FlatPrefill(model, loras, memory, settings)
+    return Prefill(model, streams, loras, memory, settings, is_servable)
 
 
 def _allocate(cache: Ordered[Any], num_positions: int, hits: Ordered[Hit]) -> None:

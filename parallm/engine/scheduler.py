@@ -6,108 +6,21 @@ the queue with its tokens and is computed again later.
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Ordered
-from dataclasses import dataclass, field
-from itertools import compress, islice, takewhile
+from itertools import compress
 
-import mlx.core as mx
-
-from parallm.engine.decoder import Decoder, Step
-from parallm.engine.kv.budget import KvBudget
-from parallm.engine.sequence import MIN_SORT_KEY, PrefillJob, Sequence, SortKey
+from parallm.engine.decoder import Decoder
+from parallm.engine.memory import KvMemory
+from parallm.engine.request_queue import RequestQueue
+from parallm.engine.sequence import MIN_SORT_KEY, PrefillJob, Sequence
 from parallm.types import TrafficClass
-
-LOOKAHEAD = 32
-"""Tokens after the prompt that must fit before it is computed, so that its sequence is not preempted at once."""
-
-
-@dataclass(slots=True)
-class RequestQueue:
-    """The requests of one traffic class: jobs that wait, and sequences that decode. Each class can step alone."""
-
-    decoders: list[Decoder]
-    """One per stream."""
-    waiting: deque[PrefillJob] = field(default_factory=deque)
-    """Jobs that are not computed, or have sequences that do not decode yet; sorted by key."""
-    newest_admitted: SortKey = MIN_SORT_KEY
-    """Largest key of any job that was ever admitted: no job after it holds memory."""
-    in_flight: tuple[Ordered[mx.array], Ordered[Sequence]] = ((), ())
-    """Prefill that the device computes and that was not waited for, and its sequences."""
-    num_decodes: int = 0
-    """Decode units since the last prefill."""
-    is_paused: bool = False
-    is_blocked: bool = False
-    """The last unit found no memory and did nothing; there is no work until another class had a unit."""
-    num_tokens: int = 0
-    """Tokens sampled since the start."""
-
-    @property
-    def num_running(self) -> int:
-        return sum(len(decoder.sequences) for decoder in self.decoders)
-
-    @property
-    def has_running(self) -> bool:
-        """Whether a sequence decodes, or a step is in flight."""
-        return any(decoder.sequences or decoder.in_flight for decoder in self.decoders)
-
-    def running(self) -> list[Sequence]:
-        return [sequence for decoder in self.decoders for sequence in decoder.sequences]
-
-    def sequences(self) -> Iterable[Sequence]:
-        """All that wait, and all that decode."""
-        for job in self.waiting:
-            yield from job.sequences
-        yield from self.running()
-
-    def add(self, job: PrefillJob) -> None:
-        """Insert a job by its key; equal keys keep the order of arrival."""
-        position = len(self.waiting)
-        while position and job.sort_key < self.waiting[position - 1].sort_key:
-            position -= 1
-        self.waiting.insert(position, job)
-
-    def admit(self, job: PrefillJob, num_bytes: int) -> None:
-        job.num_bytes = num_bytes
-        self.newest_admitted = max(self.newest_admitted, job.sort_key)
-
-    def admitted(self) -> list[PrefillJob]:
-        """Jobs that hold memory."""
-        up_to_newest = takewhile(lambda job: job.sort_key <= self.newest_admitted, self.waiting)
-        return [job for job in up_to_newest if job.num_bytes]
-
-    def num_held_bytes(self) -> int:
-        """Bytes that running sequences and admitted jobs hold now."""
-        return sum(decoder.batch.nbytes for decoder in self.decoders) + sum(job.num_bytes for job in self.admitted())
-
-    def switching(self) -> list[Sequence]:
-        """Sequences that switch versions in flight, of running requests and of jobs that have not begun."""
-        running = [sequence for sequence in self.running() if sequence.request.switches_in_flight]
-        jobs = (job for job in self.waiting if job.request.switches_in_flight and job.num_computed == 0)
-        return [*running, *(sequence for job in jobs for sequence in job.sequences)]
-
-    def least_loaded(self) -> Decoder:
-        """The decoder that the next sequence joins."""
-        return min(self.decoders, key=lambda decoder: len(decoder.sequences))
-
-    def assigned(
-        self, computed: Iterable[PrefillJob], num_free: int
-    ) -> list[tuple[Decoder, list[tuple[PrefillJob, Sequence]]]]:
-        """The first `num_free` sequences of computed jobs by decoder, each assigned to the least loaded one."""
-        shares: list[tuple[Decoder, list[tuple[PrefillJob, Sequence]]]] = [(one, []) for one in self.decoders]
-        for joining in islice(((job, sequence) for job in computed for sequence in job.sequences), num_free):
-            min(shares, key=lambda share: len(share[0].sequences) + len(share[1]))[1].append(joining)
-        return [share for share in shares if share[1]]
-
-    def take_steps(self) -> list[Step]:
-        """The steps in flight; the caller reads them now."""
-        return [step for decoder in self.decoders if (step := decoder.take()) is not None]
 
 
 class Scheduler:
     def __init__(
         self,
-        budget: KvBudget,
+        memory: KvMemory,
         queues: Mapping[TrafficClass, RequestQueue],
         max_rows: int,
         flush: Callable[[RequestQueue], None],
@@ -115,18 +28,10 @@ class Scheduler:
         """`flush` reads the steps that a class has in flight."""
         self.num_preempted = 0
         """Times that a sequence or a job has given up its memory."""
-        self._budget = budget
+        self._memory = memory
         self._queues = queues
         self._max_rows = max_rows
         self._flush = flush
-
-    def num_held_bytes(self) -> int:
-        """Bytes that running sequences, admitted jobs and the prefix cache hold now."""
-        return sum(queue.num_held_bytes() for queue in self._queues.values()) + self._budget.prefixes.nbytes
-
-    def num_free_bytes(self) -> int:
-        """Bytes that can be taken without a preemption."""
-        return self._budget.limit - self.num_held_bytes()
 
     def schedule_prefill(self, traffic: TrafficClass, max_jobs: int, min_jobs: int) -> list[PrefillJob]:
         """Jobs to compute now: up to `max_jobs`, each with memory and with a free row for its sequences.
@@ -150,17 +55,15 @@ class Scheduler:
 
     def _admit(self, traffic: TrafficClass, job: PrefillJob) -> bool:
         """Give a job its memory, if it and the first positions of a sequence fit."""
-        queue, request = self._queues[traffic], job.request
-        length = min(len(job.tokens) + LOOKAHEAD, len(request.prompt_tokens) + request.sampling.max_tokens) + 1
+        queue = self._queues[traffic]
         decoder = queue.least_loaded()
-        lengths, num_bytes = [*_lengths(decoder.sequences), length], self._budget.cost.of(job.num_allocated)
         fits = self._free_until(
             traffic,
-            lambda: self._fits(decoder, lengths, num_bytes),
+            lambda: self._memory.fits(job, decoder),
             lambda: [other for other in queue.admitted() if other.sort_key > job.sort_key],
         )
         if fits:
-            queue.admit(job, num_bytes)
+            queue.admit(job, self._memory.allocate(job))
         return fits
 
     def _free_until(
@@ -179,7 +82,7 @@ class Scheduler:
     def schedule_decode(self, traffic: TrafficClass) -> None:
         """Reserve the next position of each running sequence, and let sequences of computed jobs join."""
         for decoder in self._queues[traffic].decoders:
-            while decoder.sequences and not self._resize(decoder, decoder.sequences):
+            while decoder.sequences and not self._memory.resize(decoder, decoder.sequences):
                 if not self._preempt_one(traffic, spared=self._oldest(traffic)):
                     break
         self._join(traffic)
@@ -211,14 +114,14 @@ class Scheduler:
                 queue.waiting.remove(job)
 
     def _resize_for(self, decoder: Decoder, joining: Ordered[tuple[PrefillJob, Sequence]]) -> bool:
-        return self._resize_to_grow(decoder, [*decoder.sequences, *(sequence for _, sequence in joining)])
+        return self._memory.resize_to_grow(decoder, [*decoder.sequences, *(sequence for _, sequence in joining)])
 
     def _make_room(self, traffic: TrafficClass, decoder: Decoder, sequence: Sequence, job: PrefillJob) -> bool:
         """Make room for one more sequence; False if it has to wait until others end."""
         queue = self._queues[traffic]
         return self._free_until(
             traffic,
-            lambda: self._resize(decoder, [*decoder.sequences, sequence]),
+            lambda: self._memory.resize(decoder, [*decoder.sequences, sequence]),
             lambda: [] if queue.num_running else [other for other in queue.admitted() if other is not job],
         )
 
@@ -245,49 +148,6 @@ class Scheduler:
         jobs += [PrefillJob.of([sequence]) for sequence in running]
         waiting = sorted((job for job in jobs if job.sequences), key=lambda job: job.sort_key)
         return RequestQueue(decoders, waiting=deque(waiting), num_tokens=queue.num_tokens, is_paused=queue.is_paused)
-
-    def _resize(self, decoder: Decoder, sequences: Ordered[Sequence]) -> bool:
-        """Bring a batch's buffers to what these sequences need, if it fits."""
-        if self._resize_to_grow(decoder, sequences):
-            return True
-        batch, lengths = decoder.batch, _lengths(sequences)
-        if not batch.holds(lengths) or self.num_free_bytes() < 0:
-            if not self._fits(decoder, lengths, 0):
-                return False
-            batch.resize(lengths, end=None)
-        return True
-
-    def _resize_to_grow(self, decoder: Decoder, sequences: Ordered[Sequence]) -> bool:
-        """The same with capacity to grow into."""
-        lengths, end = _lengths(sequences), max((sequence.max_positions for sequence in sequences), default=0)
-        if self._held_by_others(decoder) + decoder.batch.bytes_for(lengths, end=end) > self._budget.limit:
-            return False
-        decoder.batch.resize(lengths, end=end)
-        return True
-
-    def _held_by_others(self, decoder: Decoder) -> int:
-        return self.num_held_bytes() - decoder.batch.nbytes
-
-    def _fits(self, decoder: Decoder, lengths: Ordered[int], num_more: int) -> bool:
-        """Whether exact buffers of a batch and `num_more` bytes fit, if need be after others give up spare capacity.
-
-        With `num_more` the batch is resized later, and until then keeps what it has.
-        """
-        batch = decoder.batch
-
-        def excess() -> int:
-            own = max(batch.bytes_for(lengths, end=None), batch.nbytes if num_more else 0)
-            return self._held_by_others(decoder) + own + num_more - self._budget.limit
-
-        if excess() > 0:
-            self._budget.prefixes.shrink(excess())
-        if excess() > 0:
-            for other in [other for queue in self._queues.values() for other in queue.decoders]:
-                exact = _lengths(other.sequences)
-                has_spare = other.batch.bytes_for(exact, end=None) < other.batch.nbytes
-                if has_spare and (num_more or other is not decoder):
-                    other.batch.resize(exact, end=None)
-        return excess() <= 0
 
     def _preempt_one(self, traffic: TrafficClass, spared: Sequence | None) -> bool:
         """Preempt the last job or sequence, of rollouts or else of class `traffic`; False if there is none."""
@@ -316,11 +176,7 @@ class Scheduler:
 
     def _oldest(self, traffic: TrafficClass) -> Sequence | None:
         """The sequence that always goes on; None for rollouts while serving holds memory, which will end."""
-        if traffic == "rollout" and self._queues["serving"].num_held_bytes():
+        if traffic == "rollout" and self._queues["serving"].holds_memory:
             return None
         running = self._queues[traffic].running()
         return min(running, key=lambda sequence: (sequence.sort_key, sequence.index), default=None)
-
-
-def _lengths(sequences: Ordered[Sequence]) -> list[int]:
-    return [sequence.num_reserved for sequence in sequences]

@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 
 from parallm.engine.detokenizer import Detokenizer
+from parallm.engine.kv.block_pool import BlockTable
 from parallm.engine.kv.shapes import allocated
 from parallm.engine.sampling.sampler import PromptLogprobScorer
 from parallm.errors import InvalidRequest
@@ -47,6 +48,10 @@ class PrefillJob:
     """Created with the first chunk; jobs that are computed together share it."""
     cache_row: int = 0
     """Row of this job in the cache."""
+    table: BlockTable | None = None
+    """In place of a cache: pages for all its tokens, from admission on."""
+    is_last_page_taken: bool = False
+    """A sequence writes into the last page, after the prompt's end, so that others take a copy."""
     num_bytes: int = 0
     """Bytes accounted for its cache from admission on; 0 before."""
     num_computed: int = 0
@@ -75,7 +80,8 @@ class PrefillJob:
 
     def restart(self) -> None:
         """Drop what was computed, and its memory."""
-        self.num_bytes, self.cache, self.cache_row, self.num_computed, self.logits_V = 0, [], 0, 0, None
+        self.num_bytes, self.num_computed, self.logits_V = 0, 0, None
+        self.cache, self.cache_row, self.table, self.is_last_page_taken = [], 0, None, False
         sampling = self.request.sampling
         needs_scores = sampling.prompt_logprobs is not None and self.sequences[0].prompt_logprobs is None
         self.scorer = PromptLogprobScorer(sampling=sampling) if needs_scores else None

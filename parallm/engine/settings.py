@@ -29,7 +29,8 @@ class EngineSettings:
     """Bytes of keys and values, of running requests, of prompts, and kept for later ones; null: 40% of what an
     accelerator has left beside the base, on a CPU a quarter of the free RAM."""
     prefix_cache: bool = True
-    """Keep keys and values, of at most half of these bytes, for prompts that begin with the same tokens."""
+    """Keep keys and values for prompts that begin with the same tokens: of at most half of these bytes, in pages (with
+    MLX's CUDA build) as long as others leave them free."""
     prefill_chunk: int | None = Field(default=None, ge=16)
     """Prompt tokens computed in one unit of device work, for which running answers wait; null: 512, with MLX's CUDA
     build 2048."""

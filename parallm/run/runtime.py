@@ -306,7 +306,7 @@ async def _starting_adapter(
 
 
 def _needed_kernels(settings: RuntimeSettings, model: SharedModel, start: Adapter) -> list[Specialization]:
-    kernels = engine_kernels(model, start)
+    kernels = engine_kernels(model, start, settings.engine)
     return kernels + learner_kernels(model, start) if settings.is_training else kernels
 
 

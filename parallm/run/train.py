@@ -209,6 +209,7 @@ async def _train(config: RunConfig, folder: Path, blas: BlasReport, parts: Singl
         async with open_training(config, folder, blas, listener, parts=parts) as run:
             stop_on_signals(run.drain_and_stop, "finishing this step, then saving and leaving")
             await run.train()
+            parts.leave()
             if run.was_stopped:
                 run.display.message(how_to_resume(config, folder, run.policies))
             elif config.trainer.keep_serving and run.server is not None:

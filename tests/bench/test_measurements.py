@@ -36,6 +36,7 @@ def test_figures_of_engines_are_ratios_of_medians() -> None:
         "engine_parts.8b.sampling16": slower | {"plain": plain},
         "engine_parts.8b.join": {"plain_seconds": [0.004], "churn_seconds": [0.005], "changes": [0.5]},
         "engine_parts.0.5b.group": {"computed": 4096, "of_rows": 32768},
+        "engine_parts.0.5b.memory": {"held": 105, "needed": 100},
     }
     assert gpu_figures(found) == {
         "engine.gpu.8b.b1.vs_floor": 2.0,
@@ -44,6 +45,7 @@ def test_figures_of_engines_are_ratios_of_medians() -> None:
         "engine.sampling16.vs_greedy": 1.25,
         "engine.join.vs_step": 0.5,
         "engine.group.prompt_tokens_ratio": 0.125,
+        "engine.gpu.pages.memory_ratio": 1.05,
     }
 
 

@@ -10,9 +10,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import httpx
 import pytest
 
-from tests.distributed.conftest import ROOT, TINY, Workers
+from tests.distributed.conftest import ROOT, TINY, Workers, free_ports
 
 MakeWorkers = Callable[[str], Workers]
 EXACT = ("distributed.exact=true", "trainer.max_off_policy_steps=0")
@@ -112,6 +113,64 @@ def wait_for_version(group: Workers, version: int) -> None:
         assert time.monotonic() < deadline, [process.poll() for process in group.processes]
         assert all(process.poll() is None for process in group.processes)
         time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_other_numbers_of_workers(workers: MakeWorkers) -> None:
+    whole, group = workers("whole"), workers("group")
+    keys = (*EXACT, "rollout.refill_below=1", "trainer.evaluate_every=2")
+    whole.run(1, *keys, "trainer.steps=6")
+    for size, steps in ((1, 2), (3, 4), (1, 5), (2, 6)):
+        group.run(size, *keys, f"trainer.steps={steps}", "checkpoint.resume=auto")
+    assert group.digests() == whole.digests()
+    evaluations = [(one.folder / "run" / "evaluations.jsonl").read_text() for one in (whole, group)]
+    assert len(evaluations[0].splitlines()) == 4
+    assert evaluations[1].splitlines()[-1] == evaluations[0].splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_a_frozen_worker_ends_the_run_after_the_time_limit(workers: MakeWorkers) -> None:
+    group = workers("group")
+    group.start(2, "trainer.steps=100000", "checkpoint.every=100000", "distributed.timeout_seconds=3")
+    wait_for_version(group, 2)
+    group.processes[1].send_signal(signal.SIGSTOP)
+    began = time.monotonic()
+    assert group.processes[0].wait(20) == EXCHANGE_FAILED
+    assert time.monotonic() - began < 15
+    assert re.search(r"no answer in 3 seconds .* which waited for rank 1", str(group.status(0)["reason"]))
+    assert list((group.folder / "run").glob("step_*"))
+    group.processes[1].send_signal(signal.SIGCONT)
+    assert [code for code, _ in group.wait()] == [EXCHANGE_FAILED] * 2
+
+
+@pytest.mark.slow
+def test_answers_stream_on_while_a_step_waits_for_a_worker(workers: MakeWorkers) -> None:
+    group = workers("group")
+    port = free_ports(1)[0]
+    server = ("server.enabled=true", f"server.port={port}")
+    group.start(2, "trainer.steps=100000", *server, changes={1: ["server.port=0"]})
+    wait_for_version(group, 2)
+    request = {"model": "base", "prompt": "2 + 3 =", "max_tokens": 400, "stream": True, "ignore_eos": True}
+    gaps: list[float] = []
+    with (
+        httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=30) as client,
+        client.stream("POST", "/v1/completions", json=request) as answer,
+    ):
+        for number, _ in enumerate(line for line in answer.iter_lines() if line.startswith("data: {")):
+            if number == 20:
+                group.processes[1].send_signal(signal.SIGSTOP)
+                time.sleep(0.5)  # the step ends its own part
+                last = time.monotonic()
+            elif number > 20:
+                gaps.append(time.monotonic() - last)
+                last = time.monotonic()
+            if number == 300:
+                break
+    group.processes[1].send_signal(signal.SIGCONT)
+    assert len(gaps) == 280
+    assert sorted(gaps)[-10] < 0.1
+    group.processes[0].send_signal(signal.SIGINT)
+    assert [code for code, _ in group.wait()] == [0, 0]
 
 
 @pytest.mark.slow

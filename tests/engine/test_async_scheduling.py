@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import mlx.core as mx
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 from parallm.device.blas import load_blas
 from parallm.device.settings import DeviceSettings
 from parallm.engine.async_engine import joined
-from parallm.engine.engine import TRAFFIC_CLASSES, Engine
+from parallm.engine.engine import PATIENCE, TRAFFIC_CLASSES, Engine
 from parallm.engine.settings import EngineSettings, SpeculationSettings
 from parallm.model.adapters.adapter import Adapter
 from parallm.model.adapters.table import AdapterTable
@@ -252,3 +253,51 @@ def test_settling_reads_what_is_in_flight_without_a_new_step(
     while unit(engine):
         pass
     assert [len(event.tokens) for event in events] == [1] * 9
+
+
+@pytest.mark.parametrize(
+    ("count", "async_scheduling", "expected"), [(1, True, PATIENCE), (PATIENCE, True, 1), (1, False, 1)]
+)
+def test_a_prompt_waits_a_little_for_others_while_many_answers_run(
+    count: int,
+    async_scheduling: bool,
+    expected: int,
+    make_engine: MakeEngine,
+    load_tiny: LoadTiny,
+    ask: Ask,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """For as many units as `expected` since the last prompt; several that come together do not wait."""
+    monkeypatch.setattr("parallm.engine.engine.MANY_ANSWERS", 4)
+    settings = EngineSettings(max_rows=16, speculation=NONE)
+    engine = make_engine(load_tiny("llama"), events=[], settings=settings, async_scheduling=async_scheduling)
+    engine.add(ask("many", PROMPT, 60, n=4), False)
+    compute = Mock(wraps=engine._compute)
+    monkeypatch.setattr(engine, "_compute", compute)
+    while engine.num_running() < 4:
+        engine.step("serving")
+    compute.reset_mock()
+    for place in range(count):
+        engine.add(ask(f"late-{place}", PROMPT[place:], 4), False)
+    units = 0
+    while not compute.called:
+        engine.step("serving")
+        units += 1
+    assert units - 1 + engine._queues["serving"].num_decodes in (expected - 1, expected)
+
+
+@pytest.mark.parametrize("takes_turns", [True, False])
+def test_the_first_prompts_of_a_burst_may_decode_while_others_are_computed(
+    takes_turns: bool, make_engine: MakeEngine, load_tiny: LoadTiny, ask: Ask
+) -> None:
+    engine = make_engine(load_tiny("llama"), settings=EngineSettings(speculation=NONE), async_scheduling=True)
+    engine.prefill.takes_turns = takes_turns
+    count = 4 * engine._streams.width
+    for place in range(count):
+        engine.add(ask(f"r{place}", PROMPT[place % 4 :], 40), False)
+    engine.step("serving")
+    engine.step("serving")
+    assert (engine.num_running() > 0) is takes_turns
+    while unit(engine):
+        pass
+    assert engine.num_tokens()["serving"] == 40 * count

@@ -6,6 +6,7 @@ import mlx.core as mx
 import pytest
 
 from parallm.engine.engine import Engine
+from parallm.engine.prefill import Prefill
 from parallm.engine.sequence import PrefillJob
 from parallm.model.adapters.adapter import Adapter
 from parallm.model.adapters.table import AdapterTable
@@ -26,6 +27,7 @@ def run(
     """The completions, and the shapes that the prompts were computed in."""
     events: list[TokenEvent] = []
     engine = make_engine(model, events=events, **more)
+    assert isinstance(engine.prefill, Prefill)
     engine.prefill.max_positions = together
     counts: list[list[int]] = []
     compute = engine.prefill.compute_together

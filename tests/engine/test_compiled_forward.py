@@ -11,7 +11,7 @@ from parallm.engine.decode_batch import CompiledForward, DecodeBatchFactory, Slo
 from parallm.engine.kv.attention_metadata import AttentionMetadata
 from parallm.engine.kv.budget import measure_cost
 from parallm.engine.kv.shapes import in_quarters
-from parallm.engine.sequence import make_sequences
+from parallm.engine.sequence import PrefillJob, make_sequences
 from parallm.model.adapters.adapter import Adapter
 from parallm.model.lora.selector import LoraSelector
 from parallm.model.shared_model import SharedModel
@@ -31,7 +31,9 @@ def joined_rows(batch: SlotDecodeBatch, model: SharedModel, ask: Callable[..., G
         mx.eval(model.hidden(mx.array([request.prompt_tokens]), cache, None))
         (joining,) = make_sequences(request, None, is_streaming=False, arrival=row, max_context=64)
         joining.tokens.append(3 + row)
-        batch.join([joining], cache, [0])
+        job = PrefillJob.of([joining])
+        job.cache = cache
+        batch.join([(job, joining)])
 
 
 def steps(batch: SlotDecodeBatch, loras: LoraSelector, adapter: Adapter | None, num_rows: int, count: int) -> mx.array:

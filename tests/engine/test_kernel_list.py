@@ -10,6 +10,7 @@ from mlx_lm.utils import load_tokenizer
 
 from parallm.engine.engine import Engine
 from parallm.engine.kernel_list import engine_kernels
+from parallm.engine.settings import EngineSettings
 from parallm.learner.kernel_list import learner_kernels
 from parallm.model import load
 from parallm.model.adapters.adapter import Adapter
@@ -74,7 +75,7 @@ def test_an_engine_launches_what_is_listed(
     random_adapter: Callable[..., Adapter],
     ask: Callable[..., GenerationRequest],
 ) -> None:
-    listed = engine_kernels(model, random_adapter(model, 1, rank=8))
+    listed = engine_kernels(model, random_adapter(model, 1, rank=8), EngineSettings())
     assert launched == {}
     table = AdapterTable()
     for version in range(1, versions + 1):
@@ -87,7 +88,13 @@ def test_an_engine_launches_what_is_listed(
             engine.add(request, False)
         while step(engine):
             pass
-    assert {name for name, _ in launched} >= {"small_batch_gemm", "decode_attention", "slot_copy_in", "filter_ends"}
+    assert {name for name, _ in launched} >= {
+        "small_batch_gemm",
+        "decode_attention",
+        "page_write",
+        "flash_attention",
+        "filter_ends",
+    }
     assert [kernel for kernel in launched if kernel not in listed] == []
     assert len(launched) > 15, "a list of a few kernels would not do"
 
@@ -108,4 +115,8 @@ def test_a_cpu_needs_no_kernels(
 ) -> None:
     model = load_tiny("llama")
     if not cuda.has_kernels():
-        assert engine_kernels(model, random_adapter(model, 1)) == learner_kernels(model, random_adapter(model, 1)) == []
+        assert (
+            engine_kernels(model, random_adapter(model, 1), EngineSettings())
+            == learner_kernels(model, random_adapter(model, 1))
+            == []
+        )

@@ -86,6 +86,6 @@ def test_caches_that_are_reset_hold_no_memory_at_once(
     engine = make_engine(load_tiny("llama"), events=[])
     engine.add(ask("a", PROMPT * 20, 2), False)
     steps(engine)
-    assert engine.kv_budget.used == engine.kv_budget.prefixes.nbytes > 0
+    assert engine.kv_budget.used == engine.memory.prefixes.nbytes > 0
     engine.reset_caches()
     assert engine.kv_budget.used == 0

@@ -78,7 +78,7 @@ def test_with_little_memory_everybody_gets_the_bits_that_he_gets_with_room(
     assert found[0] == found[1]
     assert len(found[0]) == 16
     assert engine.scheduler.num_preempted >= 5
-    assert engine.kv_budget.used == engine.kv_budget.prefixes.nbytes
+    assert engine.kv_budget.used == engine.memory.prefixes.nbytes
 
 
 @needs_strict
@@ -133,7 +133,7 @@ def test_a_storm_of_short_and_long_requests_never_holds_more_than_the_limit(
         pass
     assert len(made(events)) == 200
     assert engine.scheduler.num_preempted > 0
-    assert engine.kv_budget.used == engine.kv_budget.prefixes.nbytes
+    assert engine.kv_budget.used == engine.memory.prefixes.nbytes
 
 
 @pytest.mark.cpu
@@ -253,4 +253,4 @@ def test_what_one_long_row_needed_is_given_back_while_others_run(
         engine.step("serving")
     batches = [decoder.batch for decoder in engine._queues["serving"].decoders]
     assert (engine.num_running(), most >= 8 * 1504 * 512) == (4, True)
-    assert engine.kv_budget.used - engine.kv_budget.prefixes.nbytes == len(batches) * 8 * 80 * 512
+    assert engine.kv_budget.used - engine.memory.prefixes.nbytes == len(batches) * 8 * 80 * 512

@@ -2,15 +2,14 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 
 from parallm.device.memory import free_memory
-from parallm.engine.kv.prefix_cache import PrefixCache
-from parallm.engine.kv.shapes import BLOCK, allocated, blocks
+from parallm.engine.kv.shapes import BLOCK, blocks
 from parallm.engine.settings import EngineSettings
 from parallm.errors import ConfigError, ContextTooLong
 from parallm.model.kernels.cuda import on_cuda
@@ -27,8 +26,6 @@ DEFAULT_ROWS, DEFAULT_CPU_ROWS, MAX_DEFAULT_ROWS = 128, 256, 1024
 """On a CPU a row takes less time the more there are; see the README. None takes memory before it runs."""
 TYPICAL_POSITIONS = 1024
 """CUDA decodes at once the sequences of this length that memory holds: small models are bound by launches."""
-PREFIX_SHARE = 0.5
-"""Share of the limit for the prefix cache: running requests get it back at once, but resizing to fit costs copies."""
 LOWERED_SHARE = 0.8
 """Share of what was held when memory ran out that may be held from then on."""
 
@@ -57,22 +54,19 @@ class KvCost:
 class KvBudget:
     """The limit of an engine's memory. Used on the device thread; any thread may read its numbers."""
 
-    def __init__(self, settings: EngineSettings, cost: KvCost, bytes_for: Callable[[Sequence[int]], int]) -> None:
-        """`bytes_for`: bytes of a decode batch with sequences of these lengths."""
+    def __init__(self, settings: EngineSettings, cost: KvCost, bytes_for: Callable[[int], int]) -> None:
+        """`bytes_for`: bytes that a sequence of this many tokens takes at most."""
         self.cost = cost
         self.limit = settings.kv_cache_bytes or default_limit()
         self.max_rows = settings.max_rows or default_rows(cost, self.limit)
         """Sequences of a traffic class that decode at the same time."""
         self.used = 0
         """Bytes held after the engine's last unit."""
-        self.prefixes = PrefixCache(int(self.limit * PREFIX_SHARE))
         self._bytes_for = bytes_for
 
     def needed(self, request: GenerationRequest) -> int:
         """Bytes that a sequence of this request takes at most."""
-        num_tokens = len(request.prompt_tokens) + request.sampling.max_tokens
-        prefill = self.cost.of(allocated(num_tokens))  # all its tokens, if it is preempted near its end
-        return prefill + self._bytes_for([num_tokens + 1])
+        return self._bytes_for(len(request.prompt_tokens) + request.sampling.max_tokens)
 
     def check(self, request: GenerationRequest) -> None:
         """Raises ContextTooLong for a request that would not fit if it had all memory to itself."""
@@ -85,20 +79,19 @@ class KvBudget:
                 setting="engine.kv_cache_bytes",
             )
 
-    def lower(self, requests: Iterable[GenerationRequest]) -> bool:
-        """Lower the limit below what was held when memory ran out; False if `requests` need more than that."""
-        limit = max(int(LOWERED_SHARE * self.used), max(map(self.needed, requests), default=0))
+    def lower(self, requests: Iterable[GenerationRequest], num_allocated: int) -> bool:
+        """Lower the limit below the bytes that were allocated when memory ran out; False if `requests` need more."""
+        limit = max(int(LOWERED_SHARE * num_allocated), max(map(self.needed, requests), default=0))
         if limit >= self.limit:
             return False
         logger.warning(
             "memory ran out with %d bytes of keys and values; the limit is %d from now on instead of %d; lower "
             "engine.kv_cache_bytes, or what else is in memory",
-            self.used,
+            num_allocated,
             limit,
             self.limit,
         )
         self.limit = limit
-        self.prefixes.limit = int(limit * PREFIX_SHARE)
         return True
 
 

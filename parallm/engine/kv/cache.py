@@ -44,6 +44,11 @@ class SlotCache(OwnCache):
         """Keys and values (S, H, L, D); empty before the first sequence."""
         self._fetched: Fetched | None = None  # set between `update_and_fetch` and `attend` only
 
+    @staticmethod
+    def num_positions(_: mx.array, buffers: Sequence[mx.array]) -> int:
+        """Positions that a row of a compiled step can have."""
+        return buffers[0].shape[2]
+
     @property
     def offset(self) -> mx.array:
         """Position of each row's next token, (B,): what rotary embeddings need."""

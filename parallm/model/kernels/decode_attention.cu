@@ -1,13 +1,14 @@
-// One new token of each row attends to the keys and values in its slot, and writes its own there.
-// T type, D head size, H key-value heads, G queries of each, TILE of which a block serves, LANES of a team. Slots have
-// `capacity` positions, of which the newest `window` are seen (0: all). DIMS values of each head are rotated by a row's
+// One new token of each row attends to the keys and values in its slot or pages, and writes its own there.
+// T type, D head size, H key-value heads, G queries of each, TILE of which a block serves, LANES of a team. Rows have
+// `capacity` positions, of which the newest `window` are seen (0: all). `places` are their slots, or, with PAGE
+// positions to a page, their tables of pages (0: slots). DIMS values of each head are rotated by a row's
 // `angles` (0: none), neighbours with each other if PAIRED. Queries, new keys and new values may be columns of one
 // product: the first row's begin at `*_start`, the next row's `*_pitch` values after.
 // PARTS: several blocks share a row, and write `sums`, `largests` and `totals` in its place.
 #include "pack.cuh"
 
 extern "C" __global__ void decode_attention(const T* queries, const T* new_keys, const T* new_values, const T* keys,
-                                            const T* values, const int* slots, const int* lengths, const float* angles,
+                                            const T* values, const int* places, const int* lengths, const float* angles,
 #if PARTS
                                             float* sums, float* largests, float* totals,
 #else
@@ -26,7 +27,8 @@ extern "C" __global__ void decode_attention(const T* queries, const T* new_keys,
   const int tile = blockIdx.x % TILES;
   const int64_t head = blockIdx.x / TILES;  // row and key-value head
   const int length = lengths[head / H];
-  const int part = ((capacity + gridDim.y - 1) / gridDim.y + 15) / 16 * 16;
+  constexpr int UNIT = PAGE > 0 ? PAGE : 16;
+  const int part = ((capacity + gridDim.y - 1) / gridDim.y + UNIT - 1) / UNIT * UNIT;
   const int first = window > 0 ? max(0, length + 1 - window) : 0;
   const int begin = max(first, int(blockIdx.y) * part), end = min(length, (int(blockIdx.y) + 1) * part);
   const bool has_newest = int(blockIdx.y) == length / part;
@@ -80,10 +82,23 @@ extern "C" __global__ void decode_attention(const T* queries, const T* new_keys,
     }
     turned[g][i % VECTORS] = own;
   }
+  // Where the row's positions are in the pools
+#if PAGE
+  __shared__ int pages[MAX_PART / PAGE];
+  const int first_page = int(blockIdx.y) * part / PAGE;
+  for (int i = threadIdx.x; i < part / PAGE; i += blockDim.x)
+    if (first_page + i <= length / PAGE) pages[i] = places[row * (capacity / PAGE) + first_page + i];
+  const int pool_head = head % H;
+  auto place_of = [&](int position) {
+    return ((int64_t(pages[position / PAGE - first_page]) * H + pool_head) * PAGE + position % PAGE) * D;
+  };
+#else
+  const int64_t slot = (int64_t(places[row]) * H + head % H) * capacity * D;
+  auto place_of = [&](int position) { return slot + int64_t(position) * D; };
+#endif
   __syncthreads();
-  const int64_t pool_head = int64_t(slots[head / H]) * H + head % H;
-  const T* key_pool = keys + pool_head * capacity * D + lane * P::size;
-  const T* value_pool = values + pool_head * capacity * D + lane * P::size;
+  const T* key_pool = keys + lane * P::size;
+  const T* value_pool = values + lane * P::size;
   auto pack = [](const T* from, int index) { return *reinterpret_cast<const P*>(from + index * LANES * P::size); };
 
   float query[TILE][SIZE], sum[TILE][SIZE], largest[TILE], total[TILE];
@@ -141,7 +156,7 @@ extern "C" __global__ void decode_attention(const T* queries, const T* new_keys,
     P key[AHEAD][PACKS], value[AHEAD][PACKS];
 #pragma unroll
     for (int u = 0; u < AHEAD; u++) {
-      int64_t place = int64_t(min(base + u * TEAMS + team, end - 1)) * D;
+      const int64_t place = place_of(min(base + u * TEAMS + team, end - 1));
 #pragma unroll
       for (int c = 0; c < PACKS; c++) {
         key[u][c] = pack(key_pool + place, c);
@@ -171,7 +186,7 @@ extern "C" __global__ void decode_attention(const T* queries, const T* new_keys,
       key[c] = turned[TILE][c * LANES + lane];
       value[c] = values_at(from + (c * LANES + lane) * P::size);
       if (team == 0 && tile == 0) {
-        int64_t place = int64_t(length) * D + c * LANES * P::size;
+        const int64_t place = place_of(length) + c * LANES * P::size;
         *reinterpret_cast<P*>(const_cast<T*>(key_pool + place)) = key[c];
         *reinterpret_cast<P*>(const_cast<T*>(value_pool + place)) = value[c];
       }

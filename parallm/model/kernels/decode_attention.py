@@ -92,27 +92,30 @@ def append_and_attend(
     new_values_BH1D: mx.array,
     keys_SHLD: mx.array,
     values_SHLD: mx.array,
-    slots_B: mx.array,
+    places: mx.array,
     lengths_B: mx.array,
     *,
     scale: float,
     window: int = 0,
     rotary: RotaryAngles | None = None,
 ) -> mx.array:
-    """Write row b's new key and value at position `lengths_B[b]` of slot `slots_B[b]`, in place, and attend to that
-    position and all before it, or to the newest `window` of them (0: all); (B, Q, 1, D).
+    """Write row b's new key and value at position `lengths_B[b]`, in place, and attend to that position and all before
+    it, or to the newest `window` of them (0: all); (B, Q, 1, D).
 
-    The write happens when the result is evaluated. Both are int32; `lengths_B` is below L, and no slot is twice in
-    `slots_B`. With a `rotary`, queries and new keys are rotated first.
+    `places` are the rows' slots (B,), or their tables of pages (B, N), N L positions; then S counts pages, of which a
+    pool may be the first alone, a view. Both arrays are int32. `lengths_B` is below L, or N L; no two rows write in the
+    same slot or page, but for rows of length 0 that nothing reads. The write happens when the result is evaluated.
+    With a `rotary`, queries and new keys are rotated first.
     """
     rows, query_heads, _, size = queries_BQ1D.shape
-    heads, positions = keys_SHLD.shape[1:3]
+    heads, page = keys_SHLD.shape[1], keys_SHLD.shape[2] if places.ndim == 2 else 0
+    positions = places.shape[1] * page if page else keys_SHLD.shape[2]
     repeats, lanes = query_heads // heads, lanes_of(size, keys_SHLD.dtype)
     tile = queries_at_once(repeats, size // lanes)
     blocks = rows * query_heads // tile
     parts = num_parts(blocks, positions)
     angles = rotary.angles if rotary else lengths_B  # not read
-    places = [place_of(array) for array in (queries_BQ1D, new_keys_BH1D, new_values_BH1D)]
+    columns = [place_of(array) for array in (queries_BQ1D, new_keys_BH1D, new_values_BH1D)]
     dtype, of_parts = keys_SHLD.dtype, (rows, query_heads, parts)
     defines = (
         ("T", dtype),
@@ -125,11 +128,13 @@ def append_and_attend(
         ("DIMS", 2 * rotary.angles.shape[1] if rotary else 0),
         ("PAIRED", rotary is not None and rotary.traditional),
         ("PARTS", parts > 1),
+        ("PAGE", page),
+        ("MAX_PART", MAX_PART),
     )
     shape = (rows, query_heads, 1, size)
     attended = kernel("decode_attention", defines)(
-        [*(place.whole for place in places), keys_SHLD, values_SHLD, slots_B, lengths_B, angles],
-        [positions, window, scale * math.log2(math.e), *(n for place in places for n in (place.start, place.pitch))],
+        [*(place.whole for place in columns), keys_SHLD, values_SHLD, places, lengths_B, angles],
+        [positions, window, scale * math.log2(math.e), *(n for place in columns for n in (place.start, place.pitch))],
         grid=(blocks * THREADS, parts, 1),
         threadgroup=(THREADS, 1, 1),
         output_shapes=[(*of_parts, size), of_parts, of_parts] if parts > 1 else [shape],

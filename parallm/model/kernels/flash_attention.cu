@@ -1,17 +1,13 @@
 #include "mma.cuh"
 #include "flash_attention.cuh"
 // o = softmax(scale q k^T) v and the logarithm of the softmax's sum, for each packed row of a tile of queries. If PAGED,
-// keys and values (pages, heads, COLUMNS, HEAD) are those of the pages in a row of `tables`, of `width` pages.
+// keys and values (pages, heads, COLUMNS, HEAD) are those of the pages whose numbers stand in `pages`.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     flash_attention(const T* q, const T* k, const T* v, const float* sinks, const int4* tiles,
 #if PAGED
-                    const int* tables,
+                    const int* pages,
 #endif
-                    T* o, float* lse, int heads, int window,
-#if PAGED
-                    int width,
-#endif
-                    float scale) {
+                    T* o, float* lse, int heads, int window, float scale) {
   extern __shared__ __align__(16) unsigned char shared[];
   T* queries = reinterpret_cast<T*>(shared);
   T* keys = queries + ROWS * PITCH;
@@ -22,8 +18,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
   const int low = tile.position(begin), high = tile.position(min(begin + WARP_ROWS, tile.rows) - 1);
   const float log2_scale = scale * LOG2E;
 #if PAGED
-  const int* table = tables + int64_t(tile.prefix_start) * width;
-  auto copy_keys = [&](int t, T* to_keys, T* to_values) { tile.copy_page(t, table[t], to_keys, to_values, k, v); };
+  auto copy_keys = [&](int t, T* to_keys, T* to_values) {
+    tile.copy_page(t, pages[tile.prefix_start + t], to_keys, to_values, k, v);
+  };
 #else
   auto copy_keys = [&](int t, T* to_keys, T* to_values) { tile.copy_keys(t, to_keys, to_values, k, v); };
 #endif

@@ -152,7 +152,7 @@ struct Queries {
   int head, heads, begin, rows, start, prefix_start, prefix, first, count, end;
 
   // tiles: (first token, tokens, first token of the prefix, its tokens; -1 for padding, which sees nothing), (begin, ..).
-  // With pages the third number is the row of the table.
+  // With pages the third number is where the sequence's own begin.
   __device__ Queries(const int4* tiles, int heads, int window) : heads(heads) {
     const int tile = blockIdx.x / heads;
     head = blockIdx.x % heads;

@@ -31,6 +31,8 @@ SLOTS = 264
 """Blocks that an H200 runs at once: visits of a tile are cut where one block would take longer than its share."""
 MIN_CUT = 2048  # packed rows
 NOT_PAGED, PAGED = ("PAGED", False), ("PAGED", True)
+MAX_CHUNKS = 64
+"""The parameters of one call of `attend_pages`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +224,7 @@ def attend_pages(
     queries_MQD: mx.array,
     keys_PHTD: mx.array,
     values_PHTD: mx.array,
-    tables_SN: mx.array,
+    pages_N: mx.array,
     tiles_X8: mx.array,
     *,
     scale: float,
@@ -232,15 +234,15 @@ def attend_pages(
     """Attention (M, Q, D) of tokens whose keys and values are in pages, their own ones included; see
     `PackedSequences.attend`.
 
-    Sequence s has its positions in the pages `tables_SN[s]`, int32, in order. `tiles_X8` are `page_tiles`, int32.
+    `tiles_X8` are `page_tiles`, int32, which say where in `pages_N`, int32, the pages of each sequence stand.
     """
     repeats, size = queries_MQD.shape[1] // keys_PHTD.shape[1], queries_MQD.shape[2]
     heads, chosen, dtype = keys_PHTD.shape[1], tiling(FORWARD, size), queries_MQD.dtype
     sinks = mx.full((heads * repeats,), -mx.inf) if sinks_Q is None else sinks_Q.astype(mx.float32)
     defines = (*_defines(FORWARD, dtype, size, repeats), PAGED)
     attended: mx.array = kernel(FORWARD, defines, shared_memory=_shared_memory(FORWARD, size))(
-        [queries_MQD, keys_PHTD, values_PHTD, sinks, tiles_X8, tables_SN],
-        [heads, window or NO_WINDOW, tables_SN.shape[1], float(scale)],
+        [queries_MQD, keys_PHTD, values_PHTD, sinks, tiles_X8, pages_N],
+        [heads, window or NO_WINDOW, float(scale)],
         grid=(len(tiles_X8) * heads * chosen.threads, 1, 1),
         threadgroup=(chosen.threads, 1, 1),
         output_shapes=[queries_MQD.shape, queries_MQD.shape[:2]],
@@ -249,22 +251,23 @@ def attend_pages(
     return attended
 
 
-def fits_pages(queries_MQD: mx.array, keys_PHTD: mx.array) -> bool:
-    """Whether `attend_pages` takes these arrays, here: a page is a tile of keys."""
-    size = queries_MQD.shape[-1]
-    return fits(queries_MQD, keys_PHTD, keys_PHTD) and keys_PHTD.shape[2:] == (tiling(FORWARD, size).columns, size)
+def fits_pages(queries_MQ1D: mx.array, keys_PHTD: mx.array, values_PHTD: mx.array) -> bool:
+    """Whether `attend_pages` takes queries like these, here: a page is a tile of keys."""
+    size = queries_MQ1D.shape[-1]
+    return fits(queries_MQ1D, keys_PHTD, values_PHTD) and keys_PHTD.shape[2:] == (tiling(FORWARD, size).columns, size)
 
 
-def page_tiles(lengths: Sequence[tuple[int, int]], num_tokens: int, repeats: int, head_size: int) -> np.ndarray:
-    """`query_tiles` of sequences one after the other, (tokens, tokens before them that are in pages) each; the rest of
-    `num_tokens` is padding."""
-    counts = [count for count, _ in lengths]
-    starts = np.cumsum([0, *counts])
-    rows = zip(starts, lengths, strict=False)
-    sequences = [(start, count, row, before) for row, (start, (count, before)) in enumerate(rows)]
-    if starts[-1] < num_tokens:
-        sequences.append((starts[-1], num_tokens - starts[-1], 0, PADDING))
-    return query_tiles(np.array(sequences), repeats, tiling(FORWARD, head_size).rows)
+def page_tiles(chunks: Sequence[tuple[int, int, int]], num_tokens: int, repeats: int, head_size: int) -> np.ndarray:
+    """`query_tiles` of chunks of sequences one after the other: their tokens, the tokens before these, and the index of
+    the sequence's first page. The rest of `num_tokens` is padding. Empty tiles follow up to a number that is the same
+    for as many tokens, of as many as `MAX_CHUNKS` chunks."""
+    starts = np.cumsum([0, *(count for count, _, _ in chunks)])
+    sequences = [(start, count, page, before) for start, (count, before, page) in zip(starts, chunks, strict=False)]
+    sequences.append((starts[-1], num_tokens - starts[-1], 0, PADDING))
+    rows = tiling(FORWARD, head_size).rows
+    tiles_X8 = query_tiles(np.array(sequences), repeats, rows)
+    num_empty = num_tokens * repeats // rows + MAX_CHUNKS + 1 - len(tiles_X8)
+    return np.concatenate([tiles_X8, np.tile([0, 0, 0, PADDING, 0, 0, 0, 0], (num_empty, 1))])
 
 
 def query_tiles(sequences_S4: np.ndarray, repeats: int, rows: int) -> np.ndarray:

@@ -11,24 +11,12 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from parallm.model.kernels.cuda import VECTOR_BYTES, has_kernels, kernel
+from parallm.model.kernels.cuda import VECTOR_BYTES, kernel
 from parallm.model.kernels.decode_attention import RotaryAngles, place_of
 
 PAGE = 64
 """Positions of a page."""
 THREADS = 256  # of a block
-
-
-def fits(queries_MQ1D: mx.array, keys_PHTD: mx.array, values_PHTD: mx.array) -> bool:
-    """Whether `write_pages` can write heads like these into these pages, here."""
-    return (
-        has_kernels()
-        and queries_MQ1D.shape[2:] == (1, keys_PHTD.shape[3])
-        and queries_MQ1D.dtype == keys_PHTD.dtype == values_PHTD.dtype
-        and keys_PHTD.shape == values_PHTD.shape
-        and keys_PHTD.shape[2] == PAGE
-        and keys_PHTD.shape[3] * keys_PHTD.dtype.size % VECTOR_BYTES == 0
-    )
 
 
 def write_pages(

@@ -10,7 +10,8 @@ end together. prefill: 32 prompts that have nothing in common. groups: 4 prompts
 handed the prompts' keys and values for each row. mixed: prompts and outputs of all lengths, arriving as a Poisson
 process. storm: requests of a few tokens that come at once. lora, lora8: decode steps of rows of one version, or of
 eight in turns, against rows of the base. sampling16: rows that differ in temperature, top-k, top-p and min-p;
-penalties16: in penalties and biases, too. join: what one row that joins or leaves costs, over a step.
+penalties16: in penalties and biases, too. join: what one row that joins or leaves costs, over a step. memory: bytes
+that 128 rows of 32 to 4,096 tokens hold, over those of their tokens.
 """
 
 import sys
@@ -114,6 +115,11 @@ def computed_tokens(part: str, found: Found) -> tuple[float, str, str]:
     return one["computed"] / one["of_rows"], f"{one['computed']} tokens", f"{one['of_rows']} of all rows"
 
 
+def held_vs_needed(part: str, found: Found) -> tuple[float, str, str]:
+    one = found[f"{OURS}.{part}"]
+    return one["held"] / one["needed"], f"{one['held'] / 1e9:.3f} GB held", f"{one['needed'] / 1e9:.3f} GB of tokens"
+
+
 def change_vs_step(part: str, found: Found) -> tuple[float, str, str]:
     one = found[f"{OURS}.{part}"]
     plain, churn, changes = (median(one[name]) for name in ("plain_seconds", "churn_seconds", "changes"))
@@ -154,6 +160,7 @@ GPU_PARTS = {
         name="0.5b.b128", value=vs_batch_generator, bar=Bar(min=1.8, needs="gpu")
     ),
     "engine.group.prompt_tokens_ratio": Part(name="0.5b.group", value=computed_tokens, bar=Bar(max=1 / 7, needs="gpu")),
+    "engine.gpu.pages.memory_ratio": Part(name="0.5b.memory", value=held_vs_needed, bar=Bar(max=1.1, needs="gpu")),
     "engine.gpu.8b.b1.vs_floor": Part(name="8b.b1", value=vs_floor, bar=Bar(max=1.4, needs="gpu")),
     "engine.gpu.8b.b32.vs_floor": Part(name="8b.b32", value=vs_floor, bar=Bar(max=1.75, needs="gpu")),
     "engine.gpu.8b.b128.vs_batchgenerator": Part(

@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
+import numpy as np
 from mlx.utils import tree_flatten
 
 from bench.workers.loads import (
@@ -22,6 +22,7 @@ from bench.workers.loads import (
     Arrival,
     Load,
     check_tokens,
+    lengths,
     random_arrivals,
     random_burst,
     random_prompts,
@@ -53,20 +54,6 @@ Timing = tuple[float, float, float]
 took of that unit in this thread, which sleeps while it waits for a GPU."""
 
 
-class CountedEmbedding(nn.Module):
-    """Counts the prompt tokens that a model computes: a decode step feeds one token a row."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-        self.num_tokens = 0
-
-    def __call__(self, tokens_BT: mx.array) -> mx.array:
-        if tokens_BT.shape[1] > 1:
-            self.num_tokens += tokens_BT.size
-        return self.inner(tokens_BT)
-
-
 class Bench:
     def __init__(self, shape: str, load: Load) -> None:
         self._load = load
@@ -91,6 +78,7 @@ class Bench:
             "penalties16": partial(self.sampling, has_penalties=True),
             "join": self.join,
             "group": self.group,
+            "memory": self.memory,
             "prefill": self.prefill,
             "groups": self.groups,
             "mixed": partial(self.served, random_arrivals),
@@ -135,13 +123,31 @@ class Bench:
 
     def group(self) -> dict[str, Any]:
         """Prompt tokens that are computed for groups with shared prompts."""
-        trunk = self._model.base.model
-        trunk.embed_tokens = counted = CountedEmbedding(trunk.embed_tokens)
         engine = self._engine(GROUPS * GROUP_SIZE)
         length = self._load.group_prompt
         self._timed(engine, self._requests([GREEDY] * GROUPS, [BASE] * GROUPS, length=length, n=GROUP_SIZE))
-        trunk.embed_tokens = counted.inner
-        return {"computed": counted.num_tokens, "of_rows": GROUPS * GROUP_SIZE * length}
+        computed = engine.prefill.num_prompt_tokens - engine.prefill.num_cached_tokens
+        return {"computed": computed, "of_rows": GROUPS * GROUP_SIZE * length}
+
+    def memory(self) -> dict[str, Any]:
+        """Bytes that rows of all lengths hold while they decode, and those of the tokens that they have."""
+        rows, vocabulary = self._load.memory_rows, self._shape["vocab_size"]
+        engine = self._engine(rows)
+        random = np.random.default_rng(0)
+        prompts = [
+            random.integers(0, vocabulary, count).tolist() for count in lengths(random, self._load.memory_lengths, rows)
+        ]
+        for request, prompt in zip(self._requests([GREEDY] * rows, [BASE] * rows), prompts, strict=True):
+            engine.add(replace(request, prompt_tokens=tuple(prompt)), False)
+        while engine.num_waiting():
+            engine.step("rollout")
+        for _ in range(WARM_UP_UNITS):
+            engine.step("rollout")
+        if engine.num_running() < rows:
+            raise ValueError(f"{engine.num_running()} of {rows} rows decode")
+        engine.flush("rollout")
+        num_tokens = sum(map(len, prompts)) + engine.num_tokens()["rollout"] - rows  # the newest ones are not computed
+        return {"held": engine.kv_budget.used, "needed": num_tokens * engine.kv_budget.cost.per_token}
 
     def prefill(self) -> dict[str, Any]:
         """Prompts of which one token each is sampled; tokens of prompts are counted."""

@@ -118,9 +118,10 @@ class Parts:
         """Updates at the rate of `mode`, of which `seconds` gets the times. Without a rate the last one begins so early
         that streams get what a latency target owes them after it."""
         began = time.perf_counter()
-        ends = began + self._load.seconds
+        seconds_of_mode = self._load.seconds * mode.share
+        ends = began + seconds_of_mode
         period = 60 / mode.updates_per_minute if mode.updates_per_minute else 0.0
-        last = ends if period else ends - self._load.seconds / 4
+        last = ends if period else ends - seconds_of_mode / 4
         while (start := began + period * len(seconds)) < ends and time.perf_counter() < last:
             await asyncio.sleep(max(0.0, start - time.perf_counter()))
             called = time.perf_counter()

@@ -62,6 +62,9 @@ class Load:
     storm_prompts: tuple[int, int] = (8, 32)
     storm_outputs: tuple[int, int] = (1, 8)
     """Lengths of a storm: so short that rows join and leave in nearly every step."""
+    memory_rows: int = 128
+    memory_lengths: tuple[int, int] = (32, 4096)
+    """Rows whose memory is measured, and their lengths, which are as likely on a logarithmic scale."""
     speculation: str = "none"
     """engine.speculation.method of ours."""
 
@@ -90,7 +93,7 @@ class LearningLoad:
     seconds: float = 12.0
     """Of each mode; the streams alone are measured before and after all modes for a third of it."""
     publishes: int = 60
-    kv_cache_bytes: int = 8 << 30
+    kv_cache_bytes: int = 4 << 30
     """Of the engine beside updates, whose peaks of memory are compared: enough for the streams."""
 
 
@@ -102,13 +105,15 @@ class LearningMode:
     """None: one update follows the other."""
     engine_share: float = 0.5
     latency_target: float | None = None
+    share: float = 1.0
+    """Of `LearningLoad.seconds`."""
 
 
 LEARNING_MODES = {
     "10_updates": LearningMode(updates_per_minute=10),
     "30_updates_first": LearningMode(updates_per_minute=30, engine_share=0.3),
     "latency_target": LearningMode(updates_per_minute=None, latency_target=1.2),
-    "control": LearningMode(updates_per_minute=None, engine_share=0.0),
+    "control": LearningMode(updates_per_minute=None, engine_share=0.0, share=0.25),
 }
 """control: streams get nothing while an update is under way."""
 

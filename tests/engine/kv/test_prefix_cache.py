@@ -11,7 +11,7 @@ import pytest
 from parallm.device.blas import load_blas
 from parallm.device.settings import DeviceSettings
 from parallm.engine.engine import Engine
-from parallm.engine.kv.prefix_cache import Hit, Owner, PrefixCache
+from parallm.engine.kv.prefix_cache import Owner, PrefixCache
 from parallm.engine.settings import EngineSettings
 from parallm.model.adapters.adapter import Adapter
 from parallm.model.adapters.table import AdapterTable
@@ -158,11 +158,11 @@ def test_versions_and_salts_share_nothing(
 
     assert [cached("a"), cached("b"), cached("c", model="base"), cached("d", cache_salt="me")] == [0, 32, 0, 0]
     assert [cached("e", cache_salt="me"), cached("f", model="base")] == [32, 32]
-    one = engine.kv_budget.prefixes.nbytes
+    one = engine.memory.prefixes.nbytes
     table.publish(random_adapter(model, 2))
     table.publish(random_adapter(model, 3))
     assert [cached("g"), cached("h")] == [0, 32]
-    assert engine.kv_budget.prefixes.nbytes == one // 3 * 2, "of the base and of version 3; version 1 is gone"
+    assert engine.memory.prefixes.nbytes == one // 3 * 2, "of the base and of version 3; version 1 is gone"
 
 
 @needs_strict
@@ -188,7 +188,8 @@ def test_what_several_versions_have_computed_is_nobodys_beginning(
 
 
 def _known(engine: Engine, tokens: Sequence[int], version: int) -> int:
-    hit: Hit | None = engine.kv_budget.prefixes.match(Owner("policy", version, ""), tokens, len(tokens))
+    assert isinstance(engine.memory.prefixes, PrefixCache)
+    hit = engine.memory.prefixes.match(Owner("policy", version, ""), tokens, len(tokens))
     return 0 if hit is None else hit.num_tokens
 
 
@@ -220,7 +221,7 @@ def test_rows_take_back_what_is_kept_for_later(load_tiny: LoadTiny, ask: Ask, ma
     most = 0
     for index in range(12):
         play(engine, events, ask(f"r{index}", prompt(index, 64), 30))
-        most = max(most, engine.kv_budget.prefixes.nbytes)
+        most = max(most, engine.memory.prefixes.nbytes)
         assert engine.kv_budget.used <= engine.kv_budget.limit
     assert most == 2 * 80 * 512, "what four slots of 96 positions leave of it"
     assert engine.scheduler.num_preempted == 0

@@ -7,6 +7,7 @@ import pytest
 
 from parallm.engine.engine import Engine
 from parallm.engine.kv import shapes
+from parallm.engine.prefill import Prefill
 from parallm.engine.settings import EngineSettings
 from parallm.model.shared_model import SharedModel
 from parallm.types import Completion, GenerationRequest, TokenEvent
@@ -33,6 +34,7 @@ def run(
     """Completions, the shapes of what was computed for prompts, and the engine."""
     events: list[TokenEvent] = []
     engine = make_engine(model, events=events, settings=EngineSettings(prefill_chunk=512))
+    assert isinstance(engine.prefill, Prefill)
     engine.prefill.max_positions = together
     computed: set[tuple[int, ...]] = set()
     hidden = SharedModel.hidden

@@ -24,7 +24,7 @@ def fake_kernel(name: str, defines: tuple[tuple[str, Any], ...], *, shared_memor
         assert (rest, launch["threadgroup"][0]) == (0, 32 * constants["WARPS"])
         outputs = [np.full(shape, np.nan, np.float32) for shape in launch["output_shapes"]]
         emulator = {FORWARD: _forward, QUERIES: _queries, KEYS: _keys}[name]
-        (heads, window), scale = scalars[:2], scalars[-1]
+        heads, window, scale = scalars
         for block in range(blocks):
             emulator(constants, arrays, outputs, block // heads, block % heads, heads, window, scale)
         return [mx.array(output).astype(dtype) for output, dtype in zip(outputs, launch["output_dtypes"], strict=True)]
@@ -87,7 +87,7 @@ class _Queries:
 def _forward(
     c: Constants, arrays: Arrays, outputs: Arrays, x: int, head: int, heads: int, window: int, scale: float
 ) -> None:
-    q, k, v, sinks, tiles, *tables = arrays
+    q, k, v, sinks, tiles, *pages = arrays
     tile = _Queries(c, tiles[x], window)
     for m in tile.warps():
         tokens, member = tile.tokens(m), m % tile.size
@@ -97,8 +97,8 @@ def _forward(
             seen = tile.seen(m, t, window)
             if seen is None:
                 continue
-            if tables:
-                keys, values = (tile.page(t, a[tables[0][tile.prefix_start, t], head]) for a in (k, v))
+            if pages:
+                keys, values = (tile.page(t, a[pages[0][tile.prefix_start + t], head]) for a in (k, v))
             else:
                 keys, values = (_rows(a, heads, tile.keys(t), head, np.zeros(1, int), 1) for a in (k, v))
             score = np.where(seen, queries @ keys.T, -np.inf)

@@ -205,23 +205,24 @@ def paged(case: Case, dtype: mx.Dtype, chunks: list[tuple[int, int]], *, padding
     q, k, v, _ = whole.arrays(dtype)
     counts = [-(-length // PAGE) for length, _ in whole.groups]
     numbers = random.permutation(np.arange(1, sum(counts) + 1)).astype(np.int32)
-    tables = np.zeros((len(chunks), max(counts) + 2), np.int32)
+    firsts = np.cumsum([0, *counts])[:-1].tolist()
     pools = [np.full((sum(counts) + 1, case.heads, PAGE, case.size), np.nan, np.float32) for _ in range(2)]
     chosen: list[int] = []
     for row, (start, length, _, _) in enumerate(whole.sequences.tolist()):
-        tables[row, : counts[row]], numbers = numbers[: counts[row]], numbers[counts[row] :]
+        own = numbers[firsts[row] :]
         for pool, array in zip(pools, (k, v), strict=True):
             for at in range(length):
-                pool[tables[row, at // PAGE], :, at % PAGE] = np.array(array[start + at].astype(mx.float32))
+                pool[own[at // PAGE], :, at % PAGE] = np.array(array[start + at].astype(mx.float32))
         chosen += range(start + chunks[row][1], start + length)
     index, num_tokens = mx.array(chosen), len(chosen) + padding
+    described = [(count, before, first) for (count, before), first in zip(chunks, firsts, strict=True)]
     queries = mx.concatenate([q[index], mx.full((padding, *q.shape[1:]), mx.nan, dtype)])
     found = attend_pages(
         queries,
         mx.array(pools[0]).astype(dtype),
         mx.array(pools[1]).astype(dtype),
-        mx.array(tables),
-        mx.array(page_tiles(chunks, num_tokens, case.repeats, case.size).astype(np.int32)),
+        mx.array(numbers),
+        mx.array(page_tiles(described, num_tokens, case.repeats, case.size).astype(np.int32)),
         scale=case.size**-0.5,
         window=case.window,
         sinks_Q=case.sink_logits,

@@ -13,7 +13,16 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from parallm.model.kernels import add_norm, cuda, decode_attention, gather, slot_copy, small_batch_gemm, token_scores
+from parallm.model.kernels import (
+    add_norm,
+    cuda,
+    decode_attention,
+    gather,
+    page_copy,
+    slot_copy,
+    small_batch_gemm,
+    token_scores,
+)
 from parallm.model.kernels.compiler import CompileError, Defines, compile_log, source_of
 from parallm.model.kernels.decode_attention import Columns, RotaryAngles, append_and_attend, columns_of
 from parallm.model.kernels.flash_attention import PackedSequences, attend_pages, page_tiles
@@ -115,6 +124,11 @@ def attend(
     q, k, v = arrays
     lengths = numbers % positions
     append_and_attend(q, k, v, pools[0], pools[1], numbers, lengths, scale=0.125, window=3, rotary=rotary)
+    pages, tables = (
+        mx.zeros((9, pools[0].shape[1], PAGE, pools[0].shape[3]), dtype),
+        mx.zeros((len(numbers), 4), mx.int32),
+    )
+    append_and_attend(q, k, v, pages, pages, tables, lengths, scale=0.125, window=3, rotary=rotary)
 
 
 def rotate(dtype: mx.Dtype, rotation: Rotation) -> None:
@@ -170,8 +184,8 @@ def prefill(dtype: mx.Dtype, rotation: Rotation | None = None) -> None:
         rotary = RotaryAngles(angles=rotation.angles(mx.arange(100)), traditional=rotation.traditional)
     heads_M = [part.reshape(100, 1, -1, 64).transpose(0, 2, 1, 3) for part in columns_of(heads, [256, 128, 128])]
     turned = write_pages(heads_M, pool, pool, mx.arange(100), rotary)
-    tiles = mx.array(page_tiles([(60, 0), (30, 64)], 100, 2, 64).astype(np.int32))
-    attend_pages(turned, pool, pool, mx.array([[1, 0], [2, 3]], mx.int32), tiles, scale=0.125)
+    tiles = mx.array(page_tiles([(60, 0, 0), (30, 64, 1)], 100, 2, 64).astype(np.int32))
+    attend_pages(turned, pool, pool, mx.array([1, 2, 3], mx.int32), tiles, scale=0.125)
 
 
 def normalize(dtype: mx.Dtype, *, size: int, splits: int) -> None:
@@ -186,6 +200,7 @@ def copy(dtype: mx.Dtype) -> None:
     slot_copy.copy_to_slots(prompts, pools, rows=[0, 1], slots=[2, 3], lengths=[16, 5])
     slot_copy.copy_out(pools, 1, 3, 9)
     slot_copy.copy_out(pools[:1], 1, 3, 9)
+    page_copy.copy_pages(pools, [1, 1], [2, 3])
 
 
 def multiply(dtype: mx.Dtype, *, versions: int, widths: list[int], bias: bool, rows: int = 9) -> None:

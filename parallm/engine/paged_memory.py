@@ -1,0 +1,137 @@
+"""Memory of keys and values in pages of pools that are allocated once, and who gets which page.
+
+The methods are those of `SlotMemory`. A job has pages for its whole prompt from admission on; sequences get more one by
+one. What is computed stays in its pages for prompts that begin with the same tokens, until others need them.
+"""
+
+import gc
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Ordered
+
+import mlx.core as mx
+
+from parallm.engine.decode_batch import CompiledForward
+from parallm.engine.decoder import Decoder
+from parallm.engine.kv.block_pool import BlockPool, BlockTable
+from parallm.engine.kv.budget import KvBudget, KvCost, max_context
+from parallm.engine.kv.paged_cache import PagedCache, Pool, make_pools
+from parallm.engine.kv.prefix_cache import Owner
+from parallm.engine.paged_batch import PagedDecodeBatch
+from parallm.engine.request_queue import RequestQueue
+from parallm.engine.sequence import PrefillJob, Sequence
+from parallm.engine.settings import EngineSettings
+from parallm.model.kernels.page_write import PAGE
+from parallm.model.shared_model import SharedModel
+from parallm.types import GenerationRequest, TrafficClass
+
+
+class PagedMemory:
+    def __init__(
+        self,
+        model: SharedModel,
+        settings: EngineSettings,
+        cost: KvCost,
+        queues: Mapping[TrafficClass, RequestQueue],
+        is_servable: Callable[[str, int], bool],
+    ) -> None:
+        """`is_servable`: whether a request can still name an adapter of this name and version."""
+        gc.collect()  # an engine before this one is part of cycles, and would keep its pools beside the new ones
+        mx.clear_cache()
+        self._model = model
+        self._is_servable = is_servable
+        self._uses_cache = settings.prefix_cache
+        self._page_bytes = PAGE * cost.per_token
+        self._compiled = CompiledForward(model, PagedCache)
+        # a page more than its tokens need, which is the scratch page
+        self.budget = KvBudget(settings, cost, lambda num_tokens: (num_pages(num_tokens + 1) + 1) * self._page_bytes)
+        # no more than all rows of all classes can fill
+        self._max_pages = 1 + len(queues) * self.budget.max_rows * num_pages(max_context(settings, model) + 1)
+        self._allocate_pools()
+
+    def _allocate_pools(self) -> None:
+        size = self._page_bytes
+        self.prefixes = BlockPool(max(2, min(self.budget.limit // size, self._max_pages)), PAGE, size)
+        self._layers: list[Pool] = []
+
+    @property
+    def layers(self) -> list[Pool]:
+        """Keys and values of each layer, which are allocated with the first request."""
+        if not self._layers:
+            self._layers = make_pools(self._model, self.prefixes.num_pages)
+            mx.eval(self._layers)
+        return self._layers
+
+    def make_batch(self) -> PagedDecodeBatch:
+        return PagedDecodeBatch(self._model, self.prefixes, lambda: self.layers, self._compiled)
+
+    def num_held_bytes(self) -> int:
+        """Bytes of pages that running sequences and admitted jobs hold now."""
+        return self.prefixes.num_used * self._page_bytes
+
+    def lower(self, requests: Ordered[GenerationRequest]) -> bool:
+        """Lower the limit after memory ran out, and forget all pages; False if `requests` need more."""
+        is_lower = self.budget.lower(requests, self.prefixes.num_pages * self._page_bytes)
+        if is_lower:
+            self._allocate_pools()
+        return is_lower
+
+    def fits(self, job: PrefillJob, decoder: Decoder) -> bool:
+        """Whether pages for a job and a page for its first sequence are free."""
+        cached = self._cached(job)
+        needed = num_pages(len(job.tokens)) + 1 - self.prefixes.num_held(cached)
+        return needed <= self.prefixes.num_free
+
+    def allocate(self, job: PrefillJob) -> int:
+        """Give a job that fits its pages; returns their bytes."""
+        cached, count = self._cached(job), num_pages(len(job.tokens))
+        self.prefixes.share(cached)
+        pages = self.prefixes.allocate(count - len(cached))
+        assert pages is not None, "a job that fits"
+        job.table = BlockTable(self.prefixes, [*cached, *pages])
+        job.table.num_cached = len(cached)
+        return count * self._page_bytes
+
+    def begin(self, job: PrefillJob) -> int:
+        """Take what the prefix cache has by now, before the first chunk; returns the number of tokens."""
+        assert job.table is not None, "an admitted job"
+        cached = self._cached(job)
+        if len(cached) > job.table.num_cached:
+            job.table.share_first(cached)
+        job.num_computed = job.table.num_cached * PAGE
+        if self._uses_cache and job.scorer is None:
+            self.prefixes.count_lookup(job.num_computed > 0)
+        return job.num_computed
+
+    def keep(self, sequence: Sequence, table: BlockTable, num_computed: int) -> None:
+        """Let later prompts find the first `num_computed` tokens that a sequence has computed, as far as one version
+        has."""
+        if not self._uses_cache:
+            return
+        self.prefixes.forget(self._is_servable)
+        end, adapter = sequence.segments()[0]
+        tokens = (*sequence.request.prompt_tokens, *sequence.tokens)[: min(end, num_computed)]
+        self.prefixes.cache(Owner.of(adapter, sequence.request.cache_salt), tokens, table.pages)
+
+    def resize(self, decoder: Decoder, sequences: Ordered[Sequence]) -> bool:
+        """Give the sequences of a batch the pages of their next positions; whether they are free, and one for each
+        sequence that joins next."""
+        batch = decoder.batch
+        assert isinstance(batch, PagedDecodeBatch)
+        return batch.reserve(len(sequences) - len(batch.sequences))
+
+    def resize_to_grow(self, decoder: Decoder, sequences: Ordered[Sequence]) -> bool:
+        """The same: pages grow anyway."""
+        return self.resize(decoder, sequences)
+
+    def _cached(self, job: PrefillJob) -> list[int]:
+        """The cached pages that a job begins with. A token is left to compute: it gives the logits."""
+        may_switch = job.request.switches_in_flight and job.table is None
+        if not self._uses_cache or job.scorer is not None or may_switch:
+            return []
+        end, adapter = job.segment()
+        owner = Owner.of(adapter, job.request.cache_salt)
+        return self.prefixes.match(owner, job.tokens, min(end, len(job.tokens) - 1))
+
+
+def num_pages(num_tokens: int) -> int:
+    return -(-num_tokens // PAGE)

@@ -1,0 +1,109 @@
+"""Pages are free exactly when no table holds them, and are found by their tokens until others need them."""
+
+import random
+
+from parallm.engine.kv.block_pool import SCRATCH, BlockPool, BlockTable
+from parallm.engine.kv.prefix_cache import Owner
+
+BASE, MINE = Owner("", 0, ""), Owner("", 0, "mine")
+PAGE = 4
+
+
+def make(num_pages: int = 9) -> BlockPool:
+    return BlockPool(num_pages, PAGE, page_bytes=100)
+
+
+def table(pool: BlockPool, count: int) -> BlockTable:
+    pages = pool.allocate(count)
+    assert pages is not None
+    return BlockTable(pool, pages)
+
+
+def test_pages_are_freed_with_their_table() -> None:
+    pool = make()
+    one = table(pool, 5)
+    assert (pool.num_free, pool.num_used, SCRATCH in one.pages) == (3, 5, False)
+    assert pool.allocate(4) is None
+    del one
+    assert pool.num_free == 8
+
+
+def test_a_shared_page_is_freed_by_the_last_of_its_tables() -> None:
+    pool = make()
+    one = table(pool, 2)
+    pool.share(one.pages)
+    other = BlockTable(pool, list(one.pages))
+    del one
+    assert pool.num_free == 6
+    del other
+    assert pool.num_free == 8
+
+
+def test_full_pages_are_found_by_all_tokens_up_to_their_end() -> None:
+    pool, tokens = make(), [*range(10)]
+    pages = table(pool, 3)
+    pool.cache(BASE, tokens, pages.pages)
+    assert pool.match(BASE, tokens, 10) == pages.pages[:2]
+    assert pool.match(BASE, tokens, 7) == pages.pages[:1]
+    assert pool.match(BASE, [9, *tokens[1:]], 10) == []
+    assert pool.match(BASE, [*tokens[:4], 9, *tokens[5:]], 10) == pages.pages[:1]
+    assert pool.match(MINE, tokens, 10) == []
+
+
+def test_free_pages_keep_what_they_hold_until_others_need_them_and_ends_go_first() -> None:
+    pool, tokens = make(5), [*range(12)]
+    pages = table(pool, 3)
+    own = list(pages.pages)
+    pool.cache(BASE, tokens, own)
+    assert pool.nbytes == 0
+    del pages
+    assert (pool.num_free, pool.nbytes) == (4, 300)
+    empty = table(pool, 1)
+    assert empty.pages[0] not in own, "a page that holds nothing goes first"
+    more = table(pool, 1)
+    assert more.pages == own[2:]
+    assert pool.match(BASE, tokens, 12) == own[:2]
+    pool.share(own[:2])
+    again = BlockTable(pool, own[:2])
+    assert (pool.nbytes, pool.num_free) == (0, 0)
+    del again
+    assert (pool.num_free, pool.nbytes) == (2, 200)
+    pool.clear()
+    assert (pool.nbytes, pool.match(BASE, tokens, 12), pool.num_free) == (0, [], 2)
+
+
+def test_versions_that_are_gone_are_forgotten() -> None:
+    pool, tokens = make(), [*range(4)]
+    owners = [Owner("policy", 1, ""), Owner("policy", 2, ""), BASE]
+    for owner in owners:
+        pool.cache(owner, tokens, table(pool, 1).pages)
+    pool.forget(lambda name, version: version == 2)
+    assert [len(pool.match(owner, tokens, 4)) for owner in owners] == [0, 1, 1]
+    assert pool.num_free == 8
+    assert pool.nbytes == 200
+
+
+def test_counts_hold_over_random_lives() -> None:
+    rng, pool = random.Random(0), make(40)
+    tables: list[BlockTable] = []
+    for turn in range(3000):
+        choice = rng.random()
+        tokens = [rng.randrange(3) for _ in range(12)]
+        if choice < 0.5:
+            found = pool.match(BASE, tokens, 12)
+            pool.share(found)
+            pages = pool.allocate(3 - len(found))
+            table_pages = [*found, *(pages or [])]
+            tables.append(BlockTable(pool, table_pages))
+            if pages is not None:
+                pool.cache(BASE, tokens, table_pages)
+        elif tables:
+            tables.pop(rng.randrange(len(tables)))
+        if turn % 500 == 499:
+            pool.clear()
+        held = {page for one in tables for page in one.pages}
+        assert pool.num_used == len(held)
+        assert pool.num_free == 39 - len(held)
+        assert pool.nbytes == 100 * len([page for page in pool._keys if page not in held])
+    tables.clear()
+    assert pool.num_free == 39

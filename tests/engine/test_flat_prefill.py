@@ -1,0 +1,276 @@
+"""Prompts as one flat row give what they give alone; the kernels stand in numpy."""
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from parallm.engine import flat_prefill
+from parallm.engine.flat_prefill import Chunk, FlatForward, FlatPrefill, fits, head_shapes, lay_out
+from parallm.engine.kv.block_pool import BlockPool, BlockTable
+from parallm.engine.paged_batch import PagedDecodeBatch
+from parallm.engine.paged_memory import PagedMemory
+from parallm.engine.sequence import PrefillJob, make_sequences
+from parallm.engine.settings import EngineSettings
+from parallm.model.adapters.adapter import Adapter
+from parallm.model.kernels import flash_attention
+from parallm.model.kernels.page_write import PAGE
+from parallm.model.lora.selector import LoraSelector
+from parallm.model.shared_model import SharedModel
+from parallm.types import GenerationRequest
+from tests.model.kernels.flash_emulation import fake_kernel
+
+NUM_PAGES = 40
+
+
+class FakeMemory:
+    """Pools whose arrays the fakes of the kernels know by their place, and pages in any order."""
+
+    def __init__(self, model: SharedModel) -> None:
+        plain = model.make_cache()
+        model.hidden(mx.zeros((1, 1), mx.int32), plain, None)
+        shapes = [(NUM_PAGES, layer.keys.shape[1], PAGE, layer.keys.shape[3]) for layer in plain]
+        self.layers = [tuple(mx.zeros(shape) for _ in range(2)) for shape in shapes]
+        self.arrays = {id(pool): np.full(pool.shape, np.nan, np.float32) for pair in self.layers for pool in pair}
+        self.pool = BlockPool(NUM_PAGES, PAGE, 1)
+        self.kept: list[tuple[str, int]] = []
+        self.cached: dict[str, BlockTable] = {}
+
+    def begin(self, job: PrefillJob) -> int:
+        assert job.table is not None
+        cached = self.cached.get(job.request.request_id)
+        if cached is not None:
+            job.table.share_first(cached.pages)
+            job.num_computed = len(cached.pages) * PAGE
+        return job.num_computed
+
+    def keep(self, sequence: Any, _: BlockTable, num_computed: int) -> None:
+        self.kept.append((sequence.request.request_id, num_computed))
+
+    def table(self, count: int) -> BlockTable:
+        pages = self.pool.allocate(count)
+        assert pages is not None
+        return BlockTable(self.pool, pages[::-1])
+
+    def write(
+        self, heads: Sequence[mx.array], keys: mx.array, values: mx.array, slots_M: mx.array, rotary: object
+    ) -> mx.array:
+        assert rotary is None
+        slots = np.array(slots_M)
+        for pool, new in zip((keys, values), heads[1:], strict=True):
+            self.arrays[id(pool)][slots // PAGE, :, slots % PAGE] = np.array(new[:, :, 0])
+        return heads[0][:, :, 0]
+
+    def attend(self, queries: mx.array, keys: mx.array, values: mx.array, *rest: mx.array, **more: Any) -> mx.array:
+        pools = (mx.array(self.arrays[id(pool)]) for pool in (keys, values))
+        return flash_attention.attend_pages(queries, *pools, *rest, **more)
+
+
+@pytest.fixture
+def make_prefill(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[FlatPrefill, FakeMemory]]:
+    def make(model: SharedModel, chunk: int) -> tuple[FlatPrefill, FakeMemory]:
+        memory = FakeMemory(model)
+        monkeypatch.setattr(flat_prefill, "fits_pages", lambda *_: True)
+        settings = EngineSettings(prefill_chunk=chunk)
+        prefill = FlatPrefill(model, LoraSelector(model), cast(PagedMemory, memory), settings)
+        monkeypatch.setattr(flash_attention, "kernel", fake_kernel)
+        monkeypatch.setattr(flat_prefill, "write_pages", memory.write)
+        monkeypatch.setattr(flat_prefill, "attend_pages", memory.attend)
+        monkeypatch.setattr(flat_prefill, "padded", lambda count: count + 7)
+        return prefill, memory
+
+    return make
+
+
+def job_of(memory: FakeMemory, request: GenerationRequest, adapter: Adapter | None = None) -> PrefillJob:
+    sequences = make_sequences(request, adapter, is_streaming=False, arrival=0, max_context=4096)
+    job = PrefillJob.of(sequences)
+    job.table = memory.table(-(-len(job.tokens) // PAGE))
+    return job
+
+
+def compute_all(prefill: FlatPrefill, jobs: list[PrefillJob]) -> list[list[tuple[str, int]]]:
+    """The jobs of each unit, and how far each was computed then."""
+    units = []
+    while waiting := [job for job in jobs if not job.is_computed]:
+        chosen = prefill.for_one_unit(waiting)
+        mx.eval(prefill.compute(chosen))
+        units.append([(job.request.request_id, job.num_computed) for job in chosen])
+    return units
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    return [5 + (seed * 31 + step * step) % 70 for step in range(length)]
+
+
+def logits_alone(model: SharedModel, tokens: Sequence[int], adapter: Adapter | None = None) -> mx.array:
+    lora = LoraSelector(model).select([adapter])
+    return model.head(model.hidden(mx.array([tokens]), model.make_cache(), lora)[0, -1:])[0]
+
+
+def worst(model: SharedModel, jobs: list[PrefillJob]) -> float:
+    differences = []
+    for job in jobs:
+        assert job.logits_V is not None
+        alone = logits_alone(model, job.tokens, job.sequences[0].adapter)
+        differences.append(float(mx.abs(job.logits_V - alone).max().item()))
+    return max(differences)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "qwen3_moe", "gpt2", "gpt_oss"])
+def test_prompts_of_any_lengths_give_the_same_flat_as_alone(
+    model_type: str,
+    make_prefill: Callable[..., tuple[FlatPrefill, FakeMemory]],
+    load_tiny: Callable[..., SharedModel],
+    ask: Callable[..., GenerationRequest],
+) -> None:
+    model = load_tiny(model_type)
+    prefill, memory = make_prefill(model, 100)
+    lengths = [20, 1, 150, 64, 63, 3]
+    jobs = [job_of(memory, ask(str(place), prompt(length, place))) for place, length in enumerate(lengths)]
+    units = compute_all(prefill, jobs)
+    assert units == [
+        [("0", 20), ("1", 1), ("2", 79)],
+        [("2", 150), ("3", 29)],
+        [("3", 64), ("4", 63), ("5", 2)],
+        [("5", 3)],
+    ]
+    assert worst(model, jobs) < 2e-4
+    assert memory.kept == [(str(place), length) for place, length in enumerate(lengths)]
+    assert prefill.num_prompt_tokens == sum(lengths)
+
+
+def test_a_wrong_page_is_found(
+    make_prefill: Callable[..., tuple[FlatPrefill, FakeMemory]],
+    load_tiny: Callable[..., SharedModel],
+    ask: Callable[..., GenerationRequest],
+) -> None:
+    model = load_tiny("llama")
+    prefill, memory = make_prefill(model, 100)
+    jobs = [job_of(memory, ask("a", prompt(150, 1)))]
+    mx.eval(prefill.compute(prefill.for_one_unit(jobs)))
+    assert jobs[0].table is not None
+    jobs[0].table.pages[:2] = jobs[0].table.pages[1::-1]
+    compute_all(prefill, jobs)
+    assert not worst(model, jobs) < 2e-4
+
+
+def test_a_cached_prefix_is_read_where_it_is(
+    make_prefill: Callable[..., tuple[FlatPrefill, FakeMemory]],
+    load_tiny: Callable[..., SharedModel],
+    ask: Callable[..., GenerationRequest],
+) -> None:
+    model = load_tiny("llama")
+    prefill, memory = make_prefill(model, 512)
+    first = job_of(memory, ask("first", prompt(150, 1)))
+    compute_all(prefill, [first])
+    assert first.table is not None
+    memory.cached["second"] = BlockTable(memory.pool, first.table.pages[:2])
+    memory.pool.share(first.table.pages[:2])
+    second, third = (job_of(memory, ask(name, [*prompt(128, 1), *prompt(5, 4)])) for name in ("second", "third"))
+    assert compute_all(prefill, [second, third]) == [[("second", 133), ("third", 133)]]
+    assert worst(model, [second, third]) < 2e-4
+    assert (prefill.num_prompt_tokens, prefill.num_cached_tokens) == (150 + 2 * 133, 128)
+    assert [one.sequences[0].num_cached_prompt_tokens for one in (second, third)] == [128, 0]
+
+
+def test_a_unit_has_one_version(
+    make_prefill: Callable[..., tuple[FlatPrefill, FakeMemory]],
+    load_tiny: Callable[..., SharedModel],
+    ask: Callable[..., GenerationRequest],
+    random_adapter: Callable[..., Adapter],
+) -> None:
+    model = load_tiny("llama")
+    prefill, memory = make_prefill(model, 512)
+    versions = [random_adapter(model, version) for version in (1, 2)]
+    adapters = [versions[0], None, versions[1], versions[0]]
+    jobs = [
+        job_of(memory, ask(str(place), prompt(30 + place, place)), adapter) for place, adapter in enumerate(adapters)
+    ]
+    assert [[name for name, _ in unit] for unit in compute_all(prefill, jobs)] == [["0", "3"], ["1"], ["2"]]
+    assert worst(model, jobs) < 2e-4
+
+
+def test_log_probs_of_a_prompt_come_from_its_own_chunks(
+    make_prefill: Callable[..., tuple[FlatPrefill, FakeMemory]],
+    load_tiny: Callable[..., SharedModel],
+    ask: Callable[..., GenerationRequest],
+) -> None:
+    model = load_tiny("llama")
+    prefill, memory = make_prefill(model, 100)
+    jobs = [job_of(memory, ask(str(place), prompt(90, place), prompt_logprobs=0)) for place in range(2)]
+    compute_all(prefill, jobs)
+    for job in jobs:
+        assert job.scorer is not None
+        found = [one.logprob for one in job.scorer.read() if one is not None]
+        logits_TV = model.head(model.hidden(mx.array([job.tokens]), model.make_cache(), None)[0])
+        logprobs_TV = logits_TV - mx.logsumexp(logits_TV, axis=-1, keepdims=True)
+        expected = mx.take_along_axis(logprobs_TV[:-1], mx.array(job.tokens[1:])[:, None], axis=-1)[:, 0].tolist()
+        assert found == pytest.approx(expected, abs=1e-4)
+
+
+def test_ended_sequences_are_kept_with_their_pages(
+    make_prefill: Callable[..., tuple[FlatPrefill, FakeMemory]],
+    load_tiny: Callable[..., SharedModel],
+    ask: Callable[..., GenerationRequest],
+) -> None:
+    prefill, memory = make_prefill(load_tiny("llama"), 100)
+    sequences = [job_of(memory, ask(name, prompt(30, 1))).sequences[0] for name in ("ended", "runs", "broken")]
+    for sequence in sequences:
+        sequence.tokens = [1, 2, 3]
+    sequences[0].finish_reason = sequences[2].finish_reason = "stop"
+    sequences[2].is_broken = True
+    batch = PagedDecodeBatch.__new__(PagedDecodeBatch)
+    batch.tables = [memory.table(1) for _ in sequences]
+    decoder = SimpleNamespace(sequences=sequences, batch=batch)
+    assert prefill.keep_ended(cast(Any, decoder)) == []
+    assert memory.kept == [("ended", 32)]
+
+
+def test_a_trace_serves_other_tokens_positions_and_pages(
+    load_tiny: Callable[..., SharedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(heads: Sequence[mx.array], _: mx.array, __: mx.array, slots_M: mx.array, ___: object) -> mx.array:
+        return heads[0][:, :, 0] + heads[1].sum() + slots_M[:, None, None] / 100
+
+    def attend(queries: mx.array, _: mx.array, __: mx.array, pages: mx.array, tiles: mx.array, **___: Any) -> mx.array:
+        return queries + (pages.sum() + tiles.sum()) / 1000
+
+    model, num_traced = load_tiny("llama"), 0
+    monkeypatch.setattr(flat_prefill, "fits_pages", lambda *_: True)
+    shapes = head_shapes(model)
+    monkeypatch.setattr(flat_prefill, "write_pages", write)
+    monkeypatch.setattr(flat_prefill, "attend_pages", attend)
+    plain, compiled, pools = FlatForward(model, shapes), FlatForward(model, shapes), [mx.zeros((1, 1))] * 4
+    compiled._is_compiled = True
+    hidden = compiled._hidden
+
+    def count(*arguments: Any) -> mx.array:
+        nonlocal num_traced
+        num_traced += 1
+        return hidden(*arguments)
+
+    monkeypatch.setattr(compiled, "_hidden", count)
+    results = []
+    for chunks in ([Chunk(0, 20, [3]), Chunk(64, 70, [4, 5])], [Chunk(5, 9, [1])]):
+        arrays = lay_out(chunks, 32, shapes)
+        tokens_M = mx.arange(32) + chunks[0].end
+        results += [plain(tokens_M, arrays, pools, None), compiled(tokens_M, arrays, pools, None)]
+    assert mx.allclose(results[0], results[1], atol=1e-4).item()
+    assert mx.allclose(results[2], results[3], atol=1e-4).item()
+    assert not mx.allclose(results[0], results[2], atol=1e-2).item()
+    assert num_traced == 1
+
+
+def test_models_that_attend_in_another_way_do_not_fit(
+    load_tiny: Callable[..., SharedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not fits(load_tiny("llama"))
+    monkeypatch.setattr(flat_prefill, "has_kernels", lambda: True)
+    assert not fits(load_tiny("llama"))  # float32
+    monkeypatch.setattr(flat_prefill, "fits_pages", lambda *_: True)
+    found = [fits(load_tiny(name)) for name in ("llama", "gemma3_text", "deepseek_v3", "mamba")]
+    assert found == [True, True, False, False]
