@@ -40,6 +40,9 @@ class Governor:
         self._sides: _FairQueue[Literal["engine", "learner"]] = _FairQueue()
         self._traffic: _FairQueue[Literal["serving", "other"]] = _FairQueue()
         self._other: _FairQueue[Work] = _FairQueue()
+        self._beside: _FairQueue[Work] = _FairQueue()
+        self._is_by_target = False
+        """Whether the target made the last choice."""
 
     def choose(self, ready: Collection[Work]) -> Work:
         """Return the kind of work to run next; `ready` is not empty.
@@ -49,11 +52,16 @@ class Governor:
         if "serving" not in ready:
             self._intervals.end()
         elif self.serving_latency_target is not None and len(ready) > 1:
-            other: Work = "learning" if "learning" in ready else "rollout"
-            if "encoding" in ready:
-                other = self._by_shares({work for work in ready if work != "serving"})
+            self._is_by_target = True
+            other = self._choose_beside(ready)
             return other if self._intervals.has_time_for(other, self.serving_latency_target) else "serving"
+        self._is_by_target = False
         return self._by_shares(set(ready))
+
+    def _choose_beside(self, ready: Collection[Work]) -> Work:
+        """Choose what runs beside serving: learning before rollouts, and encoding in turns with either."""
+        first: set[Work] = {"learning"} if "learning" in ready else {"rollout"} & set(ready)
+        return self._beside.choose(first | {"encoding"} if "encoding" in ready else first)
 
     def _by_shares(self, ready: set[Work]) -> Work:
         sides: set[Literal["engine", "learner"]] = set()
@@ -85,6 +93,8 @@ class Governor:
             else:
                 self._traffic.charge("other", seconds, 1 - self.serving_share)
                 self._other.charge(work, seconds, 0.5)
+        if self._is_by_target and work != "serving":
+            self._beside.charge(work, seconds, 0.5)
 
 
 class _ServingIntervals:

@@ -135,7 +135,10 @@ def test_other_work_gets_what_the_target_leaves() -> None:
     assert shares(governor, ["rollout", "learning"], units=100)["learning"] == 1.0
     with_vectors = shares(governor, ["serving", "encoding", "learning"], units=40_000)
     assert with_vectors["encoding"] + with_vectors["learning"] == pytest.approx(0.2 / 1.2, abs=0.01)
-    assert min(with_vectors["encoding"], with_vectors["learning"]) > 0.03
+    assert with_vectors["encoding"] == pytest.approx(with_vectors["learning"], abs=0.01)
+    shares(governor, ["encoding"], units=1000)
+    after = shares(governor, ["serving", "encoding", "learning"], units=40_000)
+    assert after["encoding"] == pytest.approx(with_vectors["encoding"], abs=0.01)
     governor.serving_latency_target = None
     assert shares(governor, ["serving", "learning"])["learning"] == pytest.approx(0.6, abs=0.02)
 
