@@ -283,6 +283,8 @@ def check_choices(config: RunConfig) -> None:
             f"rollout.live.group_by=none: learner.advantage={objective.advantage} compares the completions of a group, "
             "and there are none; set learner.advantage=reinforce_pp, whose baseline is the whole step"
         )
+    if config.distributed.engine == "off" and config.distributed != DistributedSettings():
+        wrong.append("distributed.*: keys for several workers; set distributed=mlx, or leave them out")
     if config.distributed.engine != "off":
         wrong += _wrong_for_workers(config)
     if wrong:

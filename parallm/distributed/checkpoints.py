@@ -4,18 +4,19 @@ A worker whose exchange has failed saves the last finished step in its own folde
 run, with any number of workers, adopts the newest of these if rank 0 had not saved that step.
 """
 
-import io
 import logging
 import shutil
-import tarfile
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
+
+import numpy as np
 
 from parallm.checkpoint.manager import CheckpointManager, best_checkpoint, checkpoint_folders
 from parallm.checkpoint.settings import CheckpointSettings
 from parallm.checkpoint.state import Fingerprint, RunFacts, TrainingState
 from parallm.distributed.team import RANKS
+from parallm.distributed.wire import pack, unpack
 from parallm.errors import CheckpointError
 
 Share = Callable[[bytes], Future[list[bytes]]]
@@ -109,13 +110,20 @@ def adopt_rescued(folder: Path) -> None:
 
 
 def _packed(folders: list[Path]) -> bytes:
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as archive:
-        for path in folders:
-            archive.add(path, arcname=path.name)
-    return buffer.getvalue()
+    files = {
+        path.relative_to(folder.parent).as_posix(): np.frombuffer(path.read_bytes(), np.uint8)
+        for folder in folders
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+    return pack(list(files), list(files.values()))
 
 
 def _unpack(content: bytes, folder: Path) -> None:
-    with tarfile.open(fileobj=io.BytesIO(content)) as archive:
-        archive.extractall(folder, filter="data")
+    names, blocks = unpack(content)
+    for name, block in zip(names, blocks, strict=True):
+        path = folder / name
+        if not path.resolve().is_relative_to(folder.resolve()):
+            raise CheckpointError(f"rank 0 hands out {name}, which is outside of a checkpoint")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(block.tobytes())

@@ -7,7 +7,7 @@ number of workers.
 
 import itertools
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from parallm.distributed.exchange import Exchange
 from parallm.distributed.wire import pack_rounds, unpack_rounds
 from parallm.learner.faults import Faults
 from parallm.learner.learner import Learner, Passes, Round, Unit, UpdateTotals
-from parallm.learner.passes.batch import MicroBatch, make_micro_batches
+from parallm.learner.passes.batch import MicroBatch, plan_micro_batches
 from parallm.learner.passes.gradient import LoraWeights, TokenStatistics
 from parallm.learner.passes.scoring import ScoredStep, score_step
 from parallm.types import TrajectoryGroup
@@ -33,6 +33,27 @@ class _Slots:
 
     def all_arrays(self) -> list[mx.array]:
         return list(self.vectors_N.values())
+
+
+class PlannedBatches(Sequence[MicroBatch]):
+    """The micro-batches of a step, each built when it is first asked for: those of others can wait."""
+
+    def __init__(self, plan: Sequence[Callable[[], MicroBatch]]) -> None:
+        self._plan = plan
+        self._built: dict[int, MicroBatch] = {}
+
+    def __len__(self) -> int:
+        return len(self._plan)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
+        if index not in self._built:
+            self._built[index] = self._plan[index]()
+        return self._built[index]
+
+    def replace(self, index: int, batch: MicroBatch) -> None:
+        self._built[index] = batch
 
 
 class SharedLearner(Learner):
@@ -54,8 +75,8 @@ class SharedLearner(Learner):
         """What the list of micro-batches depends on besides the groups: equal for all workers."""
         return {"micro_batch_tokens": self._budget, "streams": self._round_width, "slots": self._num_slots}
 
-    def _micro_batches(self, groups: Sequence[TrajectoryGroup], max_tokens: int) -> list[MicroBatch]:
-        return make_micro_batches(
+    def _micro_batches(self, groups: Sequence[TrajectoryGroup], max_tokens: int) -> PlannedBatches:
+        plan = plan_micro_batches(
             groups,
             self._objective,
             max_tokens=max_tokens,
@@ -64,13 +85,10 @@ class SharedLearner(Learner):
             packs=self._packs,
             takes_rows=self._takes_rows,
         )
-
-    def _rounds_of(self, batches: Sequence[Any], step: int) -> Iterator[tuple[Sequence[Any], mx.array]]:
-        for start in range(0, len(batches), self._round_width):
-            yield batches[start : start + self._round_width], self._key(step, start)
+        return PlannedBatches(plan)
 
     def _score(
-        self, batches: list[MicroBatch], groups: Sequence[TrajectoryGroup], weights: LoraWeights
+        self, batches: Sequence[MicroBatch], groups: Sequence[TrajectoryGroup], weights: LoraWeights
     ) -> Generator[None, None, ScoredStep]:
         """Score own batches only, unless the objective needs numbers of the whole step: then all."""
         needs_step = self._objective.top_entropy_fraction < 1 or self._objective.kl_placement == "reward"
@@ -83,8 +101,9 @@ class SharedLearner(Learner):
             policy=weights.lora,
             width=self._streams.width,
         )
+        assert isinstance(batches, PlannedBatches)
         for index, batch in zip(chosen, scored.batches, strict=True):
-            batches[index] = batch
+            batches.replace(index, batch)
         return ScoredStep(batches=batches, seconds=scored.seconds)
 
     def _run_passes(
@@ -92,16 +111,18 @@ class SharedLearner(Learner):
     ) -> Generator[Unit, None, Passes]:
         if not batches:
             return Passes(optimizer_step=None, seconds=0.0)
-        rounds = list(self._rounds_of(batches, step))
+        starts = range(0, len(batches), self._round_width)
         sums: dict[int, mx.array] = {}
         done: list[NumberedRound] = []
-        own = self._own_rounds(len(rounds))
+        own = self._own_rounds(len(starts))
+
+        def batches_of(index: int) -> Sequence[MicroBatch]:
+            return batches[starts[index] : starts[index] + self._round_width]
 
         def build() -> Iterator[Round]:
             for index in own:
-                chosen, key = rounds[index]
-                slot = index % self._num_slots
-                following = self._round(chosen, key, weights, sums.get(slot))
+                slot, key = index % self._num_slots, self._key(step, starts[index])
+                following = self._round(batches_of(index), key, weights, sums.get(slot))
                 sums[slot] = following.gradient_N
                 yield following
 
@@ -109,6 +130,7 @@ class SharedLearner(Learner):
             done.append((own[len(done)], last.result.statistics, float(last.norm.item())))
 
         def finish(_: Round) -> _Slots:
+            list(batches)  # builds the others', which the report needs, while the device is busy
             return _Slots({slot: weights.backward(sum_N, self.layout) for slot, sum_N in sums.items()})
 
         gradients, seconds = yield from self._launch(build(), finish, add)
@@ -119,12 +141,15 @@ class SharedLearner(Learner):
         seconds += time.perf_counter() - began
         gathered = self._exchange.gather(f"rounds of update {next(self._numbers)}", part)
         yield gathered
-        for index, statistics, norm in sorted(
-            (one for part in gathered.result() for one in unpack_rounds(part)), key=lambda one: one[0]
-        ):
-            self._add_round(totals, faults, rounds[index][0], statistics, norm)
-        used = sorted({index % self._num_slots for index in range(len(rounds))})
+        parts = gathered.result()
+        used = sorted({index % self._num_slots for index in range(len(starts))})
         summed = self._exchange.sum_slots(vectors_N, used, self._num_slots, self._num_parameters)
+        began = time.perf_counter()
+        for index, statistics, norm in sorted(
+            (one for part in parts for one in unpack_rounds(part)), key=lambda one: one[0]
+        ):
+            self._add_round(totals, faults, batches_of(index), statistics, norm)
+        seconds += time.perf_counter() - began
         yield summed
         began = time.perf_counter()
         optimizer_step = self.compute_step(summed.result(), step)

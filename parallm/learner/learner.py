@@ -180,7 +180,7 @@ class Learner(AdapterLearner):
         score = partial(self._gradient.score, LoraWeights(self.adapter, self._model).lora)
         return token_losses(self._micro_batches(groups, max_tokens=1), score, self._streams.width)
 
-    def _micro_batches(self, groups: Sequence[TrajectoryGroup], max_tokens: int) -> list[MicroBatch]:
+    def _micro_batches(self, groups: Sequence[TrajectoryGroup], max_tokens: int) -> Sequence[MicroBatch]:
         return make_micro_batches(
             groups,
             self._objective,
@@ -192,7 +192,7 @@ class Learner(AdapterLearner):
         )
 
     def _score(
-        self, batches: list[MicroBatch], groups: Sequence[TrajectoryGroup], weights: LoraWeights
+        self, batches: Sequence[MicroBatch], groups: Sequence[TrajectoryGroup], weights: LoraWeights
     ) -> Generator[None, None, ScoredStep]:
         """Score what the objective needs before any gradient."""
         return score_step(

@@ -151,6 +151,8 @@ def _run_job(composed: DictConfig, folder: Path, name: str, run: Run | None) -> 
 
 def _run_worker(config: RunConfig, composed: DictConfig, folder: Path, run: Run | None) -> int:
     """Train in `folder`: alone, as one of the workers that a launcher has started, or by launching them."""
+    if config.distributed.engine != "off" and HydraConfig.get().mode == RunMode.MULTIRUN:
+        raise ConfigError("distributed: a sweep runs its jobs in one process; start one run at a time, without -m")
     if must_launch(config.distributed):
         return launch(config.distributed, sys.argv[1:], folder)
     with join_team(config.distributed, folder, shared_facts(config)) as team:

@@ -178,6 +178,22 @@ def test_choices_of_a_loss_that_contradict_each_other_are_named() -> None:
     assert line == "learner.dual_clip_ratio_max=1.0001 must be above 1 + learner.clip_high = 1.0004"
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("distributed.workers=2",),
+        ("distributed=mlx", "policies={poet: {}}"),
+        ("distributed=mlx", "rollout=live"),
+        ("distributed=mlx", "learner=reward_model", "learner.data=pairs.jsonl"),
+        ("distributed=mlx", "rollout.curriculum.by=level", "trainer.max_off_policy_steps=1"),
+    ],
+)
+def test_what_several_workers_cannot_do_is_refused(overrides: tuple[str, ...]) -> None:
+    (line,) = complaint_about(*overrides)
+    assert line.startswith("distributed")
+    assert config_of("distributed=mlx", "distributed.workers=2", "learner.preset=gspo").distributed.workers == 2
+
+
 def test_more_k_than_samples_are_refused() -> None:
     (line,) = complaint_about("trainer.evaluate_samples=4", "trainer.evaluate_k=[1,8]")
     assert line.startswith("trainer: evaluate_k=[1, 8] needs as many samples as its largest number; raise evaluate_")

@@ -8,6 +8,7 @@ Axes: M computed tokens, N completion tokens in the order of the rows, S complet
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 
 import numpy as np
@@ -99,7 +100,32 @@ def make_micro_batches(
     packs: bool = True,
     takes_rows: bool = False,
 ) -> list[MicroBatch]:
+    """Split the step into micro-batches; see `plan_micro_batches`."""
+    plan = plan_micro_batches(
+        groups,
+        objective,
+        max_tokens=max_tokens,
+        budget=budget,
+        streams=streams,
+        packs=packs,
+        takes_rows=takes_rows,
+    )
+    return [build() for build in plan]
+
+
+def plan_micro_batches(
+    groups: Sequence[TrajectoryGroup],
+    objective: Objective,
+    *,
+    max_tokens: int,
+    budget: int,
+    streams: int = 1,
+    packs: bool = True,
+    takes_rows: bool = False,
+) -> list[Callable[[], MicroBatch]]:
     """Split the step into passes of at most `budget` tokens, padding included, largest first; one run always fits.
+
+    Returns what builds each.
 
     Passes that run at the same time, one per stream, have similar sizes. Without `packs` every sample is its own pass.
     With `takes_rows` (`packing.takes_rows`) completions that are not long and equal are not padded to rectangles.
@@ -107,14 +133,16 @@ def make_micro_batches(
     by_group = _samples(groups, objective, max_tokens)
     if not packs:
         samples = [sample for group in by_group for sample in group]
-        return [_unpacked(sample) for sample in sorted(samples, key=lambda sample: sample.length, reverse=True)]
+        return [
+            partial(_unpacked, sample) for sample in sorted(samples, key=lambda sample: sample.length, reverse=True)
+        ]
     by_prompt = [samples for group in by_group for samples in _by_prompt(group)]
     apart = takes_rows and not are_alike([sample.length for samples in by_prompt for sample in samples])
     runs_of = [_rows(samples) if apart else _runs(samples, budget) for samples in by_prompt]
     blocks = [block for runs in runs_of for block in _blocks(runs, budget)]
     passes = make_passes([block.size for block in blocks], budget, streams)
     padded = (lambda length: length) if apart else padded_length
-    return [_pack([blocks[index] for index in indices], padded) for indices in passes]
+    return [partial(_pack, [blocks[index] for index in indices], padded) for indices in passes]
 
 
 def make_passes(sizes: Sequence[int], budget: int, streams: int) -> list[list[int]]:

@@ -28,12 +28,12 @@ ScoreFunction = Callable[[LoraBinding | None, Sequence[MicroBatch]], list[Scores
 class ScoredStep:
     """Micro-batches ready for their gradients, and the device seconds that scoring took."""
 
-    batches: list[MicroBatch]
+    batches: Sequence[MicroBatch]
     seconds: float = 0.0
 
 
 def score_step(
-    batches: list[MicroBatch],
+    batches: Sequence[MicroBatch],
     groups: Sequence[TrajectoryGroup],
     objective: Objective,
     score: ScoreFunction,

@@ -4,6 +4,7 @@ Each completion has a limit of its own, which stands for the end token; the part
 """
 
 import asyncio
+import gc
 import sys
 import tempfile
 import time
@@ -63,6 +64,7 @@ def main(
     names |= {"sampled": "rollout/tokens", "trained": "update/tokens"}
     found: dict[str, Any] = {name: [row[column] for row in rows] for name, column in names.items()}
     if has_parts:
+        gc.collect()  # the run's engine gives its memory back
         found["rates"] = asyncio.run(measure_parts(models[0], prompts, group_size, longest))
     return found
 
