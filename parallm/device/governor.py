@@ -60,8 +60,10 @@ class Governor:
 
     def _choose_beside(self, ready: Collection[Work]) -> Work:
         """Choose what runs beside serving: learning before rollouts, and encoding in turns with either."""
-        first: set[Work] = {"learning"} if "learning" in ready else {"rollout"} & set(ready)
-        return self._beside.choose(first | {"encoding"} if "encoding" in ready else first)
+        waiting: set[Work] = {work for work in ready if work != "serving"}
+        if "learning" in waiting:
+            waiting.discard("rollout")
+        return self._beside.choose(waiting)
 
     def _by_shares(self, ready: set[Work]) -> Work:
         sides: set[Literal["engine", "learner"]] = set()
