@@ -50,7 +50,7 @@ class PagedDecodeBatch:
         layers: Callable[[], Ordered[Pool]],
         compiled: CompiledForward | None,
     ) -> None:
-        """`layers` gives the pools, once there is something in them."""
+        """`layers` gives the pools, with all pages that were allocated."""
         self.sequences: list[Sequence] = []
         """Row b of the next forward is sequence b; only `join` and `leave` change it."""
         self.tables: list[BlockTable] = []
@@ -58,8 +58,6 @@ class PagedDecodeBatch:
         self._model = model
         self._pool = pool
         self._layers = layers
-        self._arrays: list[mx.array] = []
-        self._caches: list[PagedCache] = []
         self._compiled = compiled
         self._metadata = AttentionMetadata()
         self._indices = TableIndices()
@@ -68,9 +66,6 @@ class PagedDecodeBatch:
 
     def join(self, joining: Ordered[tuple[PrefillJob, Sequence]]) -> None:
         """Add sequences of computed jobs. `reserve` has said that there are pages for them."""
-        if not self._caches:
-            self._arrays = [array for layer in self._layers() for array in layer]
-            self._caches = [PagedCache(self._metadata, layer) for layer in self._layers()]
         copies: list[tuple[int, int]] = []
         for job, sequence in joining:
             assert job.table is not None, "a job gets its pages when it is admitted"
@@ -89,7 +84,8 @@ class PagedDecodeBatch:
             self.tables.append(table)
         if copies:
             # Now, because pages of a sequence that leaves before its first step become another's
-            mx.async_eval(copy_pages(self._arrays, *zip(*copies, strict=True)))
+            pools = [array for layer in self._layers() for array in layer]
+            mx.async_eval(copy_pages(pools, *zip(*copies, strict=True)))
         self._due = 0
 
     def leave(self, indices: Ordered[int], *, waits: bool) -> None:
@@ -140,13 +136,16 @@ class PagedDecodeBatch:
         return self._hidden(padded_B, lora)[:num_tokens]
 
     def _hidden(self, tokens_B: mx.array, lora: LoraBinding | None) -> mx.array:
+        layers = self._layers()
         if self._compiled and (lora is None or isinstance(lora, SingleLora | SegmentedLora)):
             try:
-                return self._compiled(tokens_B, self._metadata, self._arrays, lora)[0]
+                pools = [array for layer in layers for array in layer]
+                return self._compiled(tokens_B, self._metadata, pools, lora)[0]
             except ValueError as error:  # MLX's, for a model that reads an array while it runs, such as dbrx
                 logger.warning("decoding is not compiled: %s", error)
                 self._compiled = None
-        return self._model.hidden(tokens_B[:, None], self._caches, lora)[:, 0]
+        caches = [PagedCache(self._metadata, layer) for layer in layers]
+        return self._model.hidden(tokens_B[:, None], caches, lora)[:, 0]
 
     def _rooms(self) -> list[int]:
         """Positions that each row's pages still have; of a row that only computes what is dropped, more than any."""

@@ -14,7 +14,7 @@ from parallm.engine.decode_batch import CompiledForward
 from parallm.engine.decoder import Decoder
 from parallm.engine.kv.block_pool import BlockPool, BlockTable
 from parallm.engine.kv.budget import KvBudget, KvCost, max_context
-from parallm.engine.kv.paged_cache import PagedCache, Pool, make_pools
+from parallm.engine.kv.paged_cache import PagedCache, Pool, first_page, grown, make_pools
 from parallm.engine.kv.prefix_cache import Owner
 from parallm.engine.paged_batch import PagedDecodeBatch
 from parallm.engine.request_queue import RequestQueue
@@ -51,14 +51,27 @@ class PagedMemory:
     def _allocate_pools(self) -> None:
         size = self._page_bytes
         self.prefixes = BlockPool(max(2, min(self.budget.limit // size, self._max_pages)), PAGE, size)
+        self._pools: list[Pool] = []
         self._layers: list[Pool] = []
+        self._num_pages = 0  # of the pools
 
     @property
     def layers(self) -> list[Pool]:
-        """Keys and values of each layer, which are allocated with the first request."""
-        if not self._layers:
-            self._layers = make_pools(self._model, self.prefixes.num_pages)
+        """Keys and values of each layer as its first page, a view: kernels find all others after it, and a compiled
+        step sees the same shape when pools grow."""
+        if self._num_pages < self.prefixes.num_pages:
+            self._pools = self._pools or make_pools(self._model, 1)
+            self._layers = []
+            for index, (keys, values) in enumerate(self._pools):
+                # One layer after the other, so that old and new pools exist of one layer at a time
+                pool = grown(keys, self.prefixes.num_pages), grown(values, self.prefixes.num_pages)
+                mx.eval(pool)
+                self._pools[index] = pool
+                del keys, values
+            self._layers = [(first_page(keys), first_page(values)) for keys, values in self._pools]
             mx.eval(self._layers)
+            mx.clear_cache()
+            self._num_pages = self.prefixes.num_pages
         return self._layers
 
     def make_batch(self) -> PagedDecodeBatch:

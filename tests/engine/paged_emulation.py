@@ -29,6 +29,11 @@ class PoolsInNumpy:
             self._arrays[id(pool)] = pool, np.full(shape, np.nan, np.float32)
         return self._arrays[id(pool)][1]
 
+    def grown(self, pool: mx.array, num_pages: int) -> mx.array:
+        larger = mx.zeros((num_pages, *pool.shape[1:]), pool.dtype)
+        self.of(larger)[: pool.shape[0]] = self.of(pool)[: pool.shape[0]]
+        return larger
+
     def write_pages(
         self, heads: Sequence[mx.array], keys: mx.array, values: mx.array, slots_M: mx.array, rotary: object = None
     ) -> mx.array:
@@ -92,6 +97,8 @@ def install_pages(monkeypatch: pytest.MonkeyPatch) -> PoolsInNumpy:
     monkeypatch.setattr(memory, "can_decode", lambda model: model.is_batch_invariant)
     monkeypatch.setattr(memory, "fits", lambda model: model.is_batch_invariant)
     monkeypatch.setattr(paged_memory, "CompiledForward", lambda *_: None)
+    monkeypatch.setattr(paged_memory, "grown", pools.grown)
+    monkeypatch.setattr(paged_memory, "first_page", lambda pool: pool)
     monkeypatch.setattr(paged_cache, "fits", lambda *_: True)
     monkeypatch.setattr(paged_cache, "append_and_attend", pools.append_and_attend)
     monkeypatch.setattr(paged_batch, "copy_pages", pools.copy_pages)

@@ -7,11 +7,13 @@ import pytest
 
 from parallm.engine import flat_prefill
 from parallm.engine.engine import Engine
+from parallm.engine.kv import block_pool
 from parallm.engine.paged_batch import PagedDecodeBatch
 from parallm.engine.paged_memory import PagedMemory
 from parallm.engine.settings import EngineSettings
 from parallm.model.adapters.adapter import Adapter
 from parallm.model.adapters.table import AdapterTable
+from parallm.model.kernels.cuda import on_cuda
 from parallm.model.kernels.page_write import PAGE
 from parallm.model.shared_model import SharedModel
 from parallm.types import Completion, GenerationRequest, TokenEvent
@@ -21,6 +23,7 @@ from tests.engine.paged_emulation import PoolsInNumpy, install_pages
 Ask = Callable[..., GenerationRequest]
 MakeEngine = Callable[..., Engine]
 LoadTiny = Callable[..., SharedModel]
+pytestmark = pytest.mark.skipif(on_cuda(), reason="emulates kernels on a CPU")
 TOKEN_BYTES = 512  # of the tiny llama
 PAGE_BYTES = PAGE * TOKEN_BYTES
 
@@ -93,6 +96,19 @@ def test_pages_give_what_slots_give(
     pages, engine = run(make_engine, model, requests, async_scheduling=async_scheduling)
     assert_alike(slots, pages)
     assert memory_of(engine).num_held_bytes() == 0
+
+
+def test_pools_grow_while_sequences_decode(
+    load_tiny: LoadTiny, make_engine: MakeEngine, ask: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, requests = load_tiny("llama"), mixed(ask)
+    slots, _ = run(make_engine, model, requests)
+    install_pages(monkeypatch)
+    monkeypatch.setattr(block_pool, "FIRST_PAGES", 3)
+    pages, engine = run(make_engine, model, requests, settings=EngineSettings(max_rows=5))
+    assert_alike(slots, pages)
+    assert 3 < memory_of(engine).prefixes.num_pages < memory_of(engine).prefixes.max_pages
+    assert {keys.shape[0] for keys, _ in memory_of(engine).layers} == {memory_of(engine).prefixes.num_pages}
 
 
 def test_versions_sample_side_by_side_and_keep_their_pages_apart(

@@ -13,6 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 from parallm.engine.kv.prefix_cache import Owner, Tokens
 
+FIRST_PAGES = 128
+"""Pages of a pool at first. It doubles when too few are free, and up to half of what it may have, before cached ones
+go."""
 SCRATCH = 0
 """The page that rows without a sequence write to. Nothing reads it, and no table holds it."""
 
@@ -41,15 +44,17 @@ class BlockTable:
 class BlockPool:
     """Used on the device thread; only `release` may be called on others."""
 
-    def __init__(self, num_pages: int, page: int, page_bytes: int) -> None:
-        """Page numbers are 1 to `num_pages` - 1, after the scratch page; each has `page` positions and `page_bytes`."""
-        self.num_pages = num_pages
+    def __init__(self, max_pages: int, page: int, page_bytes: int) -> None:
+        """Page numbers are 1 to `max_pages` - 1, after the scratch page; each has `page` positions and `page_bytes`."""
+        self.max_pages = max_pages
+        self.num_pages = min(max_pages, FIRST_PAGES)
+        """Pages that must exist, the scratch page included."""
         self.page = page
         self.page_bytes = page_bytes
         self.num_lookups = 0
         self.num_hits = 0
-        self._free = OrderedDict.fromkeys(range(1, num_pages))  # the next one to allocate first
-        self._counts = [0] * num_pages  # tables that hold each page
+        self._free = OrderedDict.fromkeys(range(1, self.num_pages))  # the next one to allocate first
+        self._counts = [0] * max_pages  # tables that hold each page
         self._released: deque[list[int]] = deque()  # tables may die on any thread, by the garbage collector
         self._pages: dict[Owner, dict[bytes, int]] = {}  # cached pages by the hash of all tokens up to their end
         self._keys: dict[int, tuple[Owner, bytes]] = {}  # the inverse
@@ -57,15 +62,15 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Pages that can be allocated, cached ones included."""
+        """Pages that can be allocated, cached ones and those that do not exist yet included."""
         while self._released:
             self._drop(self._released.popleft())
-        return len(self._free)
+        return len(self._free) + self.max_pages - self.num_pages
 
     @property
     def num_used(self) -> int:
         """Pages that tables hold."""
-        return self.num_pages - 1 - self.num_free
+        return self.max_pages - 1 - self.num_free
 
     @property
     def nbytes(self) -> int:
@@ -80,6 +85,9 @@ class BlockPool:
         """Pages for a new table, with any contents; None where fewer are free."""
         if count > self.num_free:
             return None
+        spared = self._num_kept if 2 * self.num_pages < self.max_pages else 0
+        if len(self._free) - spared < count and self.num_pages < self.max_pages:
+            self._grow(count)
         pages = [self._free.popitem(last=False)[0] for _ in range(count)]
         for page in pages:
             self._counts[page] = 1
@@ -127,6 +135,14 @@ class BlockPool:
         """Forget what all pages hold."""
         for owner in list(self._pages):
             self._forget(owner)
+
+    def _grow(self, count: int) -> None:
+        """Double the pages, or let there be `count` more; the new ones are allocated next."""
+        grown = min(self.max_pages, max(2 * self.num_pages, self.num_pages + count))
+        for page in reversed(range(self.num_pages, grown)):
+            self._free[page] = None
+            self._free.move_to_end(page, last=False)
+        self.num_pages = grown
 
     def _forget(self, owner: Owner) -> None:
         for page in self._pages.pop(owner).values():

@@ -119,6 +119,18 @@ def make_pools(model: SharedModel, num_pages: int) -> list[Pool]:
     return [(_pool(keys, num_pages), _pool(values, num_pages)) for keys, values in pairs]
 
 
+def grown(pool_PHTD: mx.array, num_pages: int) -> mx.array:
+    """A larger pool with the same first pages; not evaluated."""
+    larger = mx.zeros((num_pages, *pool_PHTD.shape[1:]), pool_PHTD.dtype)
+    larger[: pool_PHTD.shape[0]] = pool_PHTD
+    return larger
+
+
+def first_page(pool_PHTD: mx.array) -> mx.array:
+    """A view (1, H, T, D); not evaluated."""
+    return pool_PHTD[:1]
+
+
 def _pool(like_1HTD: mx.array, num_pages: int) -> mx.array:
     _, heads, _, size = like_1HTD.shape
     return mx.zeros((num_pages, heads, PAGE, size), like_1HTD.dtype)

@@ -2,7 +2,7 @@
 
 import random
 
-from parallm.engine.kv.block_pool import SCRATCH, BlockPool, BlockTable
+from parallm.engine.kv.block_pool import FIRST_PAGES, SCRATCH, BlockPool, BlockTable
 from parallm.engine.kv.prefix_cache import Owner
 
 BASE, MINE = Owner("", 0, ""), Owner("", 0, "mine")
@@ -70,6 +70,22 @@ def test_free_pages_keep_what_they_hold_until_others_need_them_and_ends_go_first
     assert (pool.num_free, pool.nbytes) == (2, 200)
     pool.clear()
     assert (pool.nbytes, pool.match(BASE, tokens, 12), pool.num_free) == (0, [], 2)
+
+
+def test_a_pool_grows_before_what_it_caches_goes_up_to_half_of_what_it_may_have() -> None:
+    pool, size = make(4 * FIRST_PAGES + 40), FIRST_PAGES - 1
+    pages = table(pool, size)
+    pool.cache(BASE, [*range(size * PAGE)], pages.pages)
+    del pages
+    assert (pool.num_pages, pool.num_free) == (FIRST_PAGES, 4 * FIRST_PAGES + 39)
+    more = table(pool, 3)
+    assert (pool.num_pages, pool.nbytes) == (2 * FIRST_PAGES, 100 * size)
+    assert min(more.pages) == FIRST_PAGES
+    others = table(pool, FIRST_PAGES - 3)
+    assert (pool.num_pages, pool.nbytes) == (2 * FIRST_PAGES, 100 * size)
+    all_others = table(pool, pool.num_free)
+    assert (pool.num_pages, pool.nbytes, pool.num_free) == (pool.max_pages, 0, 0)
+    assert sorted(more.pages + others.pages + all_others.pages) == [*range(1, pool.max_pages)]
 
 
 def test_versions_that_are_gone_are_forgotten() -> None:
