@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from parallm.errors import ContextTooLong, EngineFull, InvalidRequest
-from parallm.server.catalog import answered_by, card_of
+from parallm.server.catalog import answered_by
 from parallm.server.interfaces import EngineClient
 from parallm.server.operation.request_context import current_request
 from parallm.server.operation.request_metrics import RequestMetrics
@@ -173,21 +173,13 @@ class EngineGateway:
 
     @contextmanager
     def _timed(self, request: GenerationRequest) -> "Iterator[RequestTimer]":
-        """Check prompt and model, then measure and trace the request however it ends.
-
-        Raises ContextTooLong, and InvalidRequest for an adapter that writes no text.
-        """
+        """Check the prompt's length, then measure and trace the request however it ends. Raises ContextTooLong."""
         limit, num_tokens = self._settings.max_prompt_tokens, len(request.prompt_tokens)
         if limit is not None and num_tokens > limit:
             raise ContextTooLong(
                 f"the prompt has {num_tokens} tokens, the limit is {limit}; shorten it or raise "
                 "server.max_prompt_tokens",
                 "prompt",
-            )
-        card = card_of(request.model, self._catalog())
-        if card is not None and card.task is not None:
-            raise InvalidRequest(
-                f"{request.model} makes vectors of texts and writes none; send texts to /v1/embeddings", "model"
             )
         timer = RequestTimer(request, self._metrics)
         try:

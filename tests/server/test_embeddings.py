@@ -224,22 +224,3 @@ def test_a_name_that_is_split_between_versions_is_refused(
     assert client.put("/v1/splits/policy", json={"weights": {"policy@2": 1, "policy@3": 1}}).status_code == 200
     answer = client.post("/v1/embeddings", json={"model": "policy", "input": "a"})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "model")
-
-
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "stream": True}),
-        ("/v1/completions", {"prompt": "a"}),
-    ],
-)
-def test_text_of_an_adapter_that_makes_vectors_is_refused_with_the_route_that_fits(
-    engine: EchoEngine, tokenizer: CharacterTokenizer, path: str, body: dict[str, Any]
-) -> None:
-    cards = (replace(card(3), task=SPEC), card(2, "best"))
-    client = TestClient(make_app(engine, tokenizer, catalog=lambda: cards), base_url="http://localhost")
-    answer = client.post(path, json={"model": "policy", "max_tokens": 4} | body)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "model")
-    assert "/v1/embeddings" in answer.json()["error"]["message"]
-    assert client.post(path, json={"model": "best", "max_tokens": 4} | body).status_code == 200
