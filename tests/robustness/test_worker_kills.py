@@ -7,13 +7,16 @@ which the comparison must find.
 
 import random
 import signal
+import subprocess
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 from bench.measurement import request_of_tests
 
+from parallm.distributed.launcher import STOP_SECONDS
 from tests.distributed.conftest import DIGEST, Workers
 
 STEPS = 80
@@ -23,7 +26,7 @@ EARLY, START_SECONDS, RUN_SECONDS = 0.2, 4.0, 1.5
 """Share of the kills before the first step, the seconds in which they come, and those after it."""
 END_SECONDS = 10.0
 EXCHANGE_FAILED = 75
-ENDED = (0, EXCHANGE_FAILED, -signal.SIGKILL)
+ENDED = (0, EXCHANGE_FAILED, -signal.SIGKILL, -signal.SIGTERM)
 Record = Callable[[str, object], None]
 
 
@@ -43,6 +46,7 @@ def test_a_run_whose_workers_are_killed_makes_the_versions_of_an_undisturbed_one
         before = newest(group)
         wait_until_killed(group, source)
         began = time.monotonic()
+        stop_others(group.processes)
         codes = [code for code, _ in group.wait()]
         slow = max(slow, time.monotonic() - began)
         assert all(code in ENDED for code in codes), codes
@@ -94,6 +98,19 @@ def wait_until_killed(group: Workers, source: random.Random) -> None:
             time.sleep(0.02)
         time.sleep(source.uniform(0, RUN_SECONDS))
     source.choice(group.processes).kill()
+
+
+def stop_others(processes: Sequence[subprocess.Popen[str]]) -> None:
+    """Do what a launcher does after a loss: a worker that waits for others to join knows of none."""
+
+    def stop() -> None:
+        for process in processes:
+            if process.poll() is None:
+                process.terminate()
+
+    timer = threading.Timer(STOP_SECONDS, stop)
+    timer.daemon = True
+    timer.start()
 
 
 def check(group: Workers, whole: Workers) -> None:
