@@ -13,7 +13,7 @@ H key-value heads, D head size, V vocabulary.
 import logging
 from collections.abc import Callable
 from collections.abc import Sequence as Ordered
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -242,6 +242,8 @@ class FlatPrefill:
         arrays = lay_out([chunk for _, chunk in plan], num_tokens, self._shapes)
         pools = [array for layer in self._memory.layers for array in layer]
         lora = self._loras.select([adapter] * num_tokens)
+        if isinstance(lora, SegmentedLora):
+            lora = replace(lora, is_shared=True)
         hidden_MH = self._forward(tokens_M, arrays, pools, lora)
         computed: list[mx.array] = []
         ends = list(accumulate(chunk.size for _, chunk in plan))

@@ -17,13 +17,16 @@ from parallm.engine.sequence import PrefillJob, make_sequences
 from parallm.engine.settings import EngineSettings
 from parallm.model.adapters.adapter import Adapter
 from parallm.model.kernels import flash_attention
+from parallm.model.kernels.cuda import on_cuda
 from parallm.model.kernels.page_write import PAGE
+from parallm.model.lora.segmented import PackedLora, SegmentedLora
 from parallm.model.lora.selector import LoraSelector
 from parallm.model.shared_model import SharedModel
 from parallm.types import GenerationRequest
 from tests.model.kernels.flash_emulation import fake_kernel
 
 NUM_PAGES = 40
+pytestmark = pytest.mark.skipif(on_cuda(), reason="stands in for kernels that a GPU has")
 
 
 class FakeMemory:
@@ -192,6 +195,27 @@ def test_a_unit_has_one_version(
     ]
     assert [[name for name, _ in unit] for unit in compute_all(prefill, jobs)] == [["0", "3"], ["1"], ["2"]]
     assert worst(model, jobs) < 2e-4
+
+
+def test_tokens_of_a_unit_share_a_version(
+    make_prefill: Callable[..., tuple[FlatPrefill, FakeMemory]],
+    load_tiny: Callable[..., SharedModel],
+    ask: Callable[..., GenerationRequest],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So products that have tensor cores add LoRA."""
+    prefill, memory = make_prefill(load_tiny("llama"), 100)
+    bindings: list[Any] = []
+    packed = SegmentedLora(weights=cast(PackedLora, None), order_B2=mx.zeros((1, 2), mx.int32))
+    monkeypatch.setattr(prefill._loras, "select", lambda _: packed)
+
+    def forward(*arguments: Any) -> mx.array:
+        bindings.append(arguments[-1])
+        return mx.zeros((107, 64))
+
+    monkeypatch.setattr(prefill, "_forward", forward)
+    prefill.compute(prefill.for_one_unit([job_of(memory, ask("a", prompt(120, 1)))]))
+    assert (bindings[0].is_shared, packed.is_shared) == (True, False)
 
 
 def test_log_probs_of_a_prompt_come_from_its_own_chunks(

@@ -57,7 +57,7 @@ class GroupWeights:
     def add_products(self, outputs: Sequence[mx.array], x_BTI: mx.array) -> list[mx.array]:
         """Each target's `outputs` (B, T, O) plus the product of `x_BTI` with A and B of the only version, by MLX's
         products: with many tokens they have tensor cores for it, and the kernels have not."""
-        numbers_N, inputs = self.array_VN[0], x_BTI.shape[-1]
+        numbers_N, inputs = self.array_VN.reshape(-1), x_BTI.shape[-1]
         begin, *starts = self.layout.starts
         num_columns, first, sums = sum(self.layout.ranks), 0, []
         x_MI = x_BTI.flatten(0, -2)

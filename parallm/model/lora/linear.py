@@ -142,7 +142,7 @@ class MergedLinear:
             return self._trained(x, lora)
         weights = lora.of_group(self.targets) if isinstance(lora, SegmentedLora) else None
         y, y_SBTO, hidden = self._product(x, weights)
-        if weights is not None and y is not None and _is_long(x) and weights.array_VN.shape[0] == 1:
+        if weights is not None and y is not None and _is_long(x, lora) and weights.array_VN.shape[0] == 1:
             parts = [y] if len(self.targets) == 1 else GroupOutput(y_SBTO, x.dtype, self._widths, None).split()
             return weights.add_products(parts, x)
         shrunk = None
@@ -188,9 +188,10 @@ class MergedLinear:
         return parts
 
 
-def _is_long(x: mx.array) -> bool:
-    """Whether `x` (B, T, I) is one row with the tokens of prompts, which have one adapter."""
-    return x.shape[0] == 1 and x.shape[1] >= MIN_LONG
+def _is_long(x: mx.array, lora: LoraBinding | None) -> bool:
+    """Whether `x` (B, T, I) holds many tokens of prompts, which have one adapter: as one row, or flat."""
+    is_alike = x.shape[0] == 1 or (isinstance(lora, SegmentedLora) and lora.is_shared)
+    return is_alike and x.shape[0] * x.shape[1] >= MIN_LONG
 
 
 def merged_linears(base: nn.Module) -> list[MergedLinear]:

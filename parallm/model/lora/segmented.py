@@ -120,11 +120,13 @@ class SegmentedStructure:
     """Equal for bindings for which the same operations are computed, but for the shapes of arrays."""
 
     layout: PackedLayout
+    is_shared: bool
 
     def lora(self, arrays: Sequence[mx.array]) -> "SegmentedLora":
         """The binding with other arrays, in the order of `SegmentedLora.arrays`."""
         order_B2, *weights = arrays
-        return SegmentedLora(weights=PackedLora(layout=self.layout, arrays=tuple(weights)), order_B2=order_B2)
+        packed = PackedLora(layout=self.layout, arrays=tuple(weights))
+        return SegmentedLora(weights=packed, order_B2=order_B2, is_shared=self.is_shared)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +136,8 @@ class SegmentedLora:
     weights: PackedLora
     order_B2: mx.array
     """See `order_rows`."""
+    is_shared: bool = False
+    """Whether all rows use one version: the tokens of flat prompts do."""
 
     def of_group(self, targets: Targets) -> GroupWeights | None:
         """The weights of a group; None if it has none."""
@@ -145,7 +149,7 @@ class SegmentedLora:
         return [self.order_B2, *self.weights.arrays]
 
     def structure(self) -> SegmentedStructure:
-        return SegmentedStructure(layout=self.weights.layout)
+        return SegmentedStructure(layout=self.weights.layout, is_shared=self.is_shared)
 
     def apply(self, target: str, x: mx.array, y: mx.array) -> mx.array:
         """`y`: groups apply LoRA to their targets, and `pack_lora` refuses an adapter of other targets."""

@@ -120,17 +120,20 @@ def test_rows_get_the_outputs_that_each_gets_with_its_adapter_alone(bias: bool, 
 
 
 @needs_cuda
+@pytest.mark.parametrize("is_flat", [False, True])
 @pytest.mark.parametrize("tokens", [1, 255, 256, 700])
-def test_a_prompt_of_any_length_gets_the_outputs_of_its_adapter(tokens: int) -> None:
+def test_a_prompt_of_any_length_gets_the_outputs_of_its_adapter(tokens: int, is_flat: bool) -> None:
     lora_context = LoraContext()
     layers = Layers(lora_context, bias=False, bits=None)
     x, lora = mx.random.normal((1, tokens, 64)), single_lora(random_arrays(1), scaling())
     plain = outputs_of(layers, lora_context, x, lora)
     flat = pack_lora(lora, merge_linears(layers, CALLED), mx.float32)
     assert flat is not None
-    rows = SegmentedLora(weights=flat, order_B2=order_rows([0], 1))
-    for found, wanted in zip(outputs_of(layers, lora_context, x, rows), plain, strict=True):
-        assert mx.abs(found - wanted).max().item() <= TOLERANCE * mx.abs(wanted).max().item()
+    rows = SegmentedLora(weights=flat, order_B2=order_rows([0] * tokens if is_flat else [0], 1), is_shared=is_flat)
+    found = outputs_of(layers, lora_context, x.reshape(-1, 1, 64) if is_flat else x, rows)
+    for one, other in zip(found, plain, strict=True):
+        wanted = other.reshape(one.shape)
+        assert mx.abs(one - wanted).max().item() <= TOLERANCE * mx.abs(wanted).max().item()
 
 
 class GatedLayers(nn.Module):
