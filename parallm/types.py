@@ -13,6 +13,7 @@ from parallm.conversation import ToolCall
 TrafficClass = Literal["serving", "rollout"]
 FinishReason = Literal["stop", "length", "abort"]
 Split = Literal["train", "test"]
+Pooling = Literal["cls", "last", "mean", "max", "mean_sqrt_len", "weighted_mean"]
 
 BASE = "base"
 """Name that requests use for the frozen model without an adapter."""
@@ -323,6 +324,42 @@ class ScoringRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TaskSpec:
+    """How a model or an adapter makes vectors of texts.
+
+    Example: `TaskSpec(pooling=("last",), dimensions=(), prompts={"query": "Query: "}, source="modules.json")`.
+    """
+
+    pooling: tuple[Pooling, ...]
+    """Several give one vector after the other."""
+    source: str
+    """The file or key that says so, for people."""
+    normalizes: bool = True
+    """Whether vectors have the length 1."""
+    dimensions: tuple[int, ...] | None = None
+    """Sizes that vectors may be cut to; empty: all; None: the model was not trained for it."""
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    """Texts to put before a text, by name."""
+    default_prompt: str | None = None
+    """Name of the prompt of texts that come without one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodeRequest:
+    """Rows of token ids that become vectors.
+
+    Example: `EncodeRequest(model="poet@3", rows=((1, 27), (1, 9, 4)), dimensions=256)`.
+    """
+
+    model: str
+    rows: tuple[tuple[int, ...], ...]
+    dimensions: int | None = None
+    """Numbers that are kept of each vector; None: all."""
+    normalizes: bool = True
+    """False leaves vectors as long as they are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterCard:
     """Metadata of one adapter version in memory, for lists and status pages.
 
@@ -346,6 +383,8 @@ class AdapterCard:
     is_dora: bool = False
     num_bytes: int = 0
     """Size of the adapter's arrays."""
+    task: TaskSpec | None = None
+    """How it makes vectors of texts; None: it writes text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,7 @@ LAYERS: tuple[set[str], ...] = (
     {"metrics", "device", "client"},
     {"model"},
     {"engine", "learner", "environment", "checkpoint"},
-    {"rollout"},
+    {"rollout", "tasks"},
     {"trainer", "server"},
     {"integrations", "distributed"},
     {"config"},

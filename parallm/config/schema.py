@@ -29,6 +29,7 @@ from parallm.model.settings import BaseSettings, ComputedBaseSettings, ModelSett
 from parallm.rollout.settings import EpisodeSettings, RolloutSettings
 from parallm.server.settings import ServerSettings
 from parallm.settings import settings
+from parallm.tasks.settings import TaskSettings
 from parallm.trainer.settings import EvaluationSettings, TrainerSettings
 from parallm.types import BASE, BEST, LATEST, POLICY
 
@@ -78,6 +79,8 @@ class RunConfig(LogConfig):
     """The library behind matrix products on a CPU, and the shares of engine and serving."""
     metrics: MetricsSettings = MetricsSettings()
     """The display, and the files of the run folder."""
+    tasks: TaskSettings = TaskSettings()
+    """Vectors of texts: how a model that says nothing of it makes them."""
     distributed: DistributedSettings = DistributedSettings()
     """Several processes that train one policy."""
     policies: dict[PolicyName, dict[PolicyPart, dict[str, Any]]] = Field(default_factory=dict)
@@ -94,6 +97,8 @@ class ServeConfig(LogConfig):
     """The model to load, the adapter to serve as `policy`, and the layers that adapters may have."""
     engine: EngineSettings = EngineSettings()
     """Continuous batching: rows, context, memory of keys and values, speculation."""
+    tasks: TaskSettings = TaskSettings()
+    """Vectors of texts: how a model that says nothing of it makes them."""
     server: ServerSettings = ServerSettings()
     """HTTP: address, keys, limits."""
     device: ServingDeviceSettings = ServingDeviceSettings()

@@ -1,9 +1,9 @@
 """The scheduler of the device: shares of device seconds between serving, rollouts and learning.
 
 The device thread asks it before each unit of work. It is weighted fair queueing over seconds, first between engine and
-learner, then between the engine's two traffic classes: each has a virtual clock that advances by seconds / share, and
-the ready one whose clock is furthest behind runs next. It is work-conserving: a class without work loses its turn and
-saves nothing up.
+learner, then between serving and what is left of the engine's work, which rollouts and encoding halve: each has a
+virtual clock that advances by seconds / share, and the ready one whose clock is furthest behind runs next. It is
+work-conserving: a class without work loses its turn and saves nothing up.
 
 With a latency target serving goes first, and other work gets what the target leaves.
 """
@@ -18,7 +18,7 @@ IDLE_INTERVALS, MIN_IDLE_INTERVALS, SWITCHES = 64, 8, 8
 MAX_MIXED_INTERVALS = 15
 """An interval without other work follows after these: serving's own figure changes with its number of rows."""
 
-Work = Literal["serving", "rollout", "learning"]
+Work = Literal["serving", "rollout", "encoding", "learning"]
 Name = TypeVar("Name", bound=str)
 
 
@@ -29,35 +29,55 @@ class Governor:
         self, *, serving_share: float, engine_share: float, serving_latency_target: float | None = None
     ) -> None:
         self.serving_share = serving_share
-        """Share of the engine's seconds for serving, while rollouts have work too."""
+        """Share of the engine's seconds for serving, while rollouts or encoding have work too."""
         self.engine_share = engine_share
         """Share of all seconds for the engine, while serving traffic and the learner have work."""
         self.serving_latency_target = serving_latency_target
         """Limit of the mean and of the median time between two units of serving, in multiples of what they take
         without other work. In place of both shares while serving has work; None: the shares decide."""
-        self.seconds: dict[Work, float] = {"serving": 0.0, "rollout": 0.0, "learning": 0.0}
+        self.seconds: dict[Work, float] = {"serving": 0.0, "rollout": 0.0, "encoding": 0.0, "learning": 0.0}
         self._intervals = _ServingIntervals()
         self._sides: _FairQueue[Literal["engine", "learner"]] = _FairQueue()
-        self._traffic: _FairQueue[Literal["serving", "rollout"]] = _FairQueue()
+        self._traffic: _FairQueue[Literal["serving", "other"]] = _FairQueue()
+        self._other: _FairQueue[Work] = _FairQueue()
+        self._beside: _FairQueue[Work] = _FairQueue()
+        self._is_by_target = False
+        """Whether the target made the last choice."""
 
     def choose(self, ready: Collection[Work]) -> Work:
         """Return the kind of work to run next; `ready` is not empty.
 
-        Without serving traffic the learner goes first.
+        Without serving traffic and encoding the learner goes first.
         """
         if "serving" not in ready:
             self._intervals.end()
         elif self.serving_latency_target is not None and len(ready) > 1:
-            other: Work = "learning" if "learning" in ready else "rollout"
+            self._is_by_target = True
+            other = self._choose_beside(ready)
             return other if self._intervals.has_time_for(other, self.serving_latency_target) else "serving"
+        self._is_by_target = False
+        return self._by_shares(set(ready))
+
+    def _choose_beside(self, ready: Collection[Work]) -> Work:
+        """Choose what runs beside serving: learning before rollouts, and encoding in turns with either."""
+        waiting: set[Work] = {work for work in ready if work != "serving"}
+        if "learning" in waiting:
+            waiting.discard("rollout")
+        return self._beside.choose(waiting)
+
+    def _by_shares(self, ready: set[Work]) -> Work:
         sides: set[Literal["engine", "learner"]] = set()
         if "learning" in ready:
             sides.add("learner")
-        if "serving" in ready or "learning" not in ready:
+        if ready & {"serving", "encoding"} or "learning" not in ready:
             sides.add("engine")
         if self._sides.choose(sides) == "learner":
             return "learning"
-        return self._traffic.choose({work for work in ready if work != "learning"})
+        others = ready - {"serving", "learning"}
+        traffic: set[Literal["serving", "other"]] = {"serving"} if "serving" in ready else set()
+        if self._traffic.choose(traffic | {"other"} if others else traffic) == "serving":
+            return "serving"
+        return self._other.choose(others)
 
     def charge(self, work: Work, seconds: float, *, is_flush: bool = False) -> None:
         """Account for the seconds of a finished unit, or of finishing one before other work begins."""
@@ -70,8 +90,13 @@ class Governor:
             self._sides.charge("learner", seconds, 1 - self.engine_share)
         else:
             self._sides.charge("engine", seconds, self.engine_share)
-            share = self.serving_share if work == "serving" else 1 - self.serving_share
-            self._traffic.charge(work, seconds, share)
+            if work == "serving":
+                self._traffic.charge("serving", seconds, self.serving_share)
+            else:
+                self._traffic.charge("other", seconds, 1 - self.serving_share)
+                self._other.charge(work, seconds, 0.5)
+        if self._is_by_target and work != "serving":
+            self._beside.charge(work, seconds, 0.5)
 
 
 class _ServingIntervals:

@@ -36,7 +36,8 @@ class Worker(Protocol):
 
 
 class DeviceThread:
-    """Owner of the thread. Any thread may use `call`, `iterate` and `score`; their work runs on the device thread.
+    """Owner of the thread. Any thread may use `call`, `iterate`, `score` and `encode`; their work runs on the device
+    thread.
 
     Loop contract: consumes queued calls, engine units and learner units / waits for the condition when there are none /
     produces results in futures / ends with `stop`.
@@ -47,6 +48,7 @@ class DeviceThread:
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._updates: deque[_Job] = deque()
         self._scorings: deque[_Job] = deque()
+        self._encodings: deque[_Job] = deque()
         self._worker: Worker | None = None
         self._unflushed: TrafficClass | None = None  # class whose last step may still be on the device
         self._stopping = False
@@ -84,6 +86,13 @@ class DeviceThread:
         The units count as rollouts and run before sampling of rollouts.
         """
         return self._queue(self._scorings, _Job(units, is_cancellable=True))
+
+    def encode(self, units: Iterator[Result]) -> Future[Result]:
+        """Compute vectors unit by unit; the future gets the last value of the iterator.
+
+        The units are a class of their own. Requests take turns, so that a short one does not wait for a long one.
+        """
+        return self._queue(self._encodings, _Job(units, is_cancellable=True))
 
     def wake(self) -> None:
         """Look for work again, after a change outside of the queue."""
@@ -144,6 +153,8 @@ class DeviceThread:
             ready += [traffic for traffic in ("serving", "rollout") if self._worker.has_work(traffic)]
         if self._scorings and "rollout" not in ready:
             ready.append("rollout")
+        if self._encodings:
+            ready.append("encoding")
         if self._updates and not self._updates[0].is_parked:
             ready.append("learning")
         return ready
@@ -152,6 +163,10 @@ class DeviceThread:
         if work == "learning":
             self._flush()
             self._run_job(work, self._updates)
+        elif work == "encoding":
+            self._flush()
+            self._run_job(work, self._encodings)
+            self._encodings.rotate(-1)
         elif work == "rollout" and self._scorings:
             self._flush()
             self._run_job(work, self._scorings)
@@ -194,8 +209,9 @@ class DeviceThread:
         error = EngineStopped(ENDED)
         with self._wakeup:
             self._stopping = True
-        waiting = [future for _, future in self._calls] + [job.future for job in (*self._updates, *self._scorings)]
-        for queue in (self._calls, self._updates, self._scorings):
+        jobs = (*self._updates, *self._scorings, *self._encodings)
+        waiting = [future for _, future in self._calls] + [job.future for job in jobs]
+        for queue in (self._calls, self._updates, self._scorings, self._encodings):
             queue.clear()
         for future in waiting:
             if not future.done():

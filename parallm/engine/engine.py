@@ -26,7 +26,7 @@ from parallm.engine.scheduler import Scheduler
 from parallm.engine.sequence import PrefillJob, Sequence, make_sequences
 from parallm.engine.settings import EngineSettings
 from parallm.engine.speculation import make_speculation
-from parallm.errors import EngineFull, EngineStopped, NotFinite, ParallmError
+from parallm.errors import EngineFull, EngineStopped, InvalidRequest, NotFinite, ParallmError
 from parallm.model.adapters.adapter import Adapter
 from parallm.model.adapters.names import versioned
 from parallm.model.adapters.table import AdapterTable
@@ -90,8 +90,10 @@ class Engine:
         queue = self._queues[request.traffic]
         if request.traffic == "serving" and len(queue.waiting) >= self.settings.max_waiting:
             raise EngineFull(f"{len(queue.waiting)} requests wait already; try later or raise engine.max_waiting")
-        self._num_requests += 1
         adapter = self._adapters.resolve(request.model)
+        if adapter is not None and adapter.task is not None:
+            raise InvalidRequest(f"{request.model} makes vectors and writes no text; ask /v1/embeddings", "model")
+        self._num_requests += 1
         arrival, context = self._num_requests, self.max_context
         sequences = make_sequences(request, adapter, is_streaming=is_streaming, arrival=arrival, max_context=context)
         for _ in sequences:

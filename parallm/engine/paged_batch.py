@@ -172,6 +172,7 @@ class TableIndices:
         self._has_changed = True
         self._lengths: list[int] = []
         self._num_running = 0
+        self._uploaded = mx.array([], mx.int32)  # held, so that its copy does not take its place
         self._growth: tuple[int, ...] = ()
         self._tables_BN = self._lengths_B = self._growth_B = mx.array([], mx.int32)
 
@@ -197,8 +198,10 @@ class TableIndices:
             tables = np.full((num_rows, width), SCRATCH, np.int32)
             known = self._tables[:num_running, :width]
             tables[: known.shape[0], : known.shape[1]] = known
-            both = mx.array(np.concatenate([tables.ravel(), np.array(all_lengths, np.int32)]))
-            self._tables_BN, self._lengths_B = both[: tables.size].reshape(tables.shape), both[tables.size :]
+            self._uploaded = mx.array(np.concatenate([tables.ravel(), np.array(all_lengths, np.int32)]))
+            # A copy on the device, as each layer's blocks wait for it: MLX keeps what the host has written where it was
+            copied = mx.abs(self._uploaded)
+            self._tables_BN, self._lengths_B = copied[: tables.size].reshape(tables.shape), copied[tables.size :]
             self._has_changed = False
         else:
             if growth != self._growth:

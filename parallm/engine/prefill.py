@@ -39,6 +39,11 @@ MIN_FILLED = 0.5
 """Share of a row that a prompt must fill to be computed with longer ones."""
 
 
+def chunk_tokens(settings: EngineSettings) -> int:
+    """Prompt tokens in one unit of device work."""
+    return settings.prefill_chunk or (CUDA_CHUNK if on_cuda() else CHUNK)
+
+
 class Prefill:
     takes_turns = False
     """Whether the first prompts of a burst decode before the last ones are computed: a CPU is faster with many rows."""
@@ -62,7 +67,7 @@ class Prefill:
         self._loras = loras
         self._memory = memory
         self._prefixes = memory.prefixes
-        self._chunk = settings.prefill_chunk or (CUDA_CHUNK if on_cuda() else CHUNK)
+        self._chunk = chunk_tokens(settings)
         self._is_servable = is_servable
         self._uses_cache = settings.prefix_cache and model.is_batch_invariant
         self.max_positions = self._chunk if model.is_batch_invariant and on_cuda() else 0

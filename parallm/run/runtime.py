@@ -30,6 +30,7 @@ from parallm.device.usage import DeviceReport, UsageMonitor
 from parallm.engine.async_engine import AsyncEngine
 from parallm.engine.engine import Engine
 from parallm.engine.kernel_list import engine_kernels
+from parallm.engine.prefill import chunk_tokens
 from parallm.engine.settings import EngineSettings
 from parallm.engine.warm_up import warm_up
 from parallm.errors import AdapterError, ConfigError
@@ -60,6 +61,8 @@ from parallm.server.operation.request_context import writing_request_log
 from parallm.server.operation.tracing import Traces, exporting_traces
 from parallm.server.service import Service
 from parallm.server.settings import ServerSettings
+from parallm.tasks.encoder import Encoder
+from parallm.tasks.settings import TaskSettings
 from parallm.trainer.reward_training import find_reward_model, open_reward_model
 from parallm.types import BASE, POLICY
 
@@ -76,6 +79,7 @@ class RuntimeSettings:
     engine: EngineSettings
     device: DeviceSettings = DeviceSettings()
     server: ServerSettings = ServerSettings(enabled=False)
+    tasks: TaskSettings = TaskSettings()
     policies: tuple[str, ...] = (POLICY,)
     """Names of the trained adapters, or of the given one."""
     is_training: bool = False
@@ -102,6 +106,7 @@ class Runtime:
     model: SharedModel
     adapters: AdapterTable
     engine: AsyncEngine
+    encoder: Encoder
     start: Adapter
     """The version to train from: the given adapter, or a new one whose product is zero."""
     kept: PersistentTable
@@ -188,6 +193,16 @@ async def open_runtime(
             model=model,
             adapters=adapters,
             engine=engine,
+            encoder=Encoder(
+                device,
+                streams,
+                model,
+                adapters,
+                settings.tasks,
+                folder,
+                unit_tokens=chunk_tokens(settings.engine),
+                max_waiting=settings.engine.max_waiting,
+            ),
             start=start,
             kept=kept,
             store=store,
@@ -234,6 +249,7 @@ async def open_application(
         sample_stores=sample_stores or {},
         swaps=runtime.adapters.num_swaps,
         reward_models=partial(_rates, runtime.reward_model, reward_models or {}),
+        encoder=runtime.encoder,
     )
     app = create_app(service)
     server = None if listener.bound is None else HttpServer(app, listener.bound, settings.server)

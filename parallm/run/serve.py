@@ -78,6 +78,7 @@ async def open_serving(
             serving_share=config.device.serving_share, serving_latency_target=config.device.serving_latency_target
         ),
         server=config.server,
+        tasks=config.tasks,
         folder=folder,
         keeps_state=True,
     )

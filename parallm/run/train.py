@@ -224,6 +224,7 @@ def _settings(config: RunConfig, folder: Path) -> RuntimeSettings:
         engine=config.engine,
         device=config.device,
         server=config.server,
+        tasks=config.tasks,
         policies=tuple(configs),
         is_training=True,
         can_start_from_reward_model=all(policy.learner.trains == "reward_model" for policy in configs.values()),

@@ -27,6 +27,7 @@ from parallm.server.dialects.routes_identity import absent_routes, identity_rout
 from parallm.server.dialects.routes_tokenize import tokenize_routes
 from parallm.server.failures import Failure, failure_of
 from parallm.server.openai.routes import openai_routes
+from parallm.server.openai.routes_embeddings import embedding_routes
 from parallm.server.openapi import openapi_document
 from parallm.server.operation.auth import ROLES, auth_dependency, check_roles
 from parallm.server.operation.collectors import ServiceCollector
@@ -36,6 +37,7 @@ from parallm.server.service import Service
 
 ROUTES: Sequence[Callable[[Service], APIRouter]] = (
     openai_routes,
+    embedding_routes,
     generate_routes,
     tokenize_routes,
     identity_routes,

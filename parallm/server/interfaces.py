@@ -6,11 +6,14 @@
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
+import numpy as np
+
 from parallm.conversation import ChatPrompt, GrammarSource, PromptEnd, Section, ToolCall
 from parallm.reports import TrajectoryReport
 from parallm.types import (
     AdapterCard,
     Completion,
+    EncodeRequest,
     EngineStats,
     GenerationRequest,
     GivenTrajectory,
@@ -18,6 +21,7 @@ from parallm.types import (
     Grammar,
     Message,
     ScoringRequest,
+    TaskSpec,
     TokenEvent,
 )
 
@@ -152,6 +156,25 @@ class Adapters(Protocol):
 Rate: TypeAlias = Callable[[Sequence[ScoringRequest]], Awaitable[list[float]]]
 """Returns the scores of all completions, in the order of the prompts and of each prompt's completions."""
 RewardModels: TypeAlias = Mapping[str, Rate]
+
+
+class Encoder(Protocol):
+    """Interface of `tasks.encoder.Encoder`: vectors of texts."""
+
+    @property
+    def vocabulary_size(self) -> int: ...
+
+    def spec(self, model: str) -> TaskSpec:
+        """Return how `model` makes vectors. Raises UnknownModel, Unavailable."""
+
+    def encode_text(self, text: str) -> tuple[int, ...]:
+        """Return the token ids of a text as the model reads it."""
+
+    def end_token(self, spec: TaskSpec) -> int | None:
+        """Return the token that every row has to end with; None: any."""
+
+    async def encode(self, request: EncodeRequest) -> np.ndarray:
+        """Return one vector for each row, float32. Raises InvalidRequest, UnknownModel, EngineFull, NotFinite."""
 
 
 class Device(Protocol):

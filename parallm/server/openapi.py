@@ -23,6 +23,7 @@ from parallm.server.control import routes_trajectories as trajectories
 from parallm.server.dialects import native, sglang, trl, vllm
 from parallm.server.dialects import routes_identity as identity
 from parallm.server.dialects import routes_tokenize as tokenize
+from parallm.server.openai import routes_embeddings as embeddings
 from parallm.server.openai.chat_schemas import ChatAnswer, ChatBody
 from parallm.server.openai.completion_schemas import CompletionAnswer, CompletionBody
 from parallm.server.openai.responses_schemas import ResponseAnswer, ResponseBody
@@ -58,6 +59,7 @@ ERRORS: Mapping[int, str] = {
     "keeps what operators set. "
     "In vLLM's dialect of `/generate`: the request was aborted.",
     413: "The body is larger than `server.max_body_bytes`.",
+    422: "The model computes values that are not finite.",
     429: "The queue is full, or too many large bodies come at once; `Retry-After` says when to try again.",
     503: "The engine has stopped, or the server is about to end.",
     504: "The answer was not complete by its deadline.",
@@ -152,6 +154,13 @@ _DOCUMENTS: Mapping[str, Row] = {
         (ResponseAnswer,),
         {"model": "policy", "input": "2 + 3?", "max_output_tokens": 64},
         events="OpenAI's events of a response, the last one `response.completed`, `response.incomplete` or `error`",
+    ),
+    "POST /v1/embeddings, POST /embeddings": Row(
+        (embeddings.EmbeddingBody,),
+        (embeddings.EmbeddingAnswer,),
+        {"model": "base", "input": ["2 + 3", "a sum"]},
+        {"as bytes": {"model": "base", "input": "2 + 3", "encoding_format": "base64"}},
+        errors=(409, 422),
     ),
     "POST /pause": Row((), (engine.PauseAnswer,), parameters=(MODE,)),
     "POST /pause_generation, POST /areal_pause_generation": Row(

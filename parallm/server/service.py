@@ -11,6 +11,7 @@ from parallm.server.engine_gateway import CompletionListener, EngineGateway
 from parallm.server.interfaces import (
     Adapters,
     Device,
+    Encoder,
     EngineClient,
     RewardModels,
     Tokenizer,
@@ -53,6 +54,8 @@ class Service:
     """Number of changes of the version that each adapter's bare name means."""
     reward_models: Callable[[], RewardModels] = dict
     """Loaded reward models, by name."""
+    encoder: Encoder | None = None
+    """Vectors of texts; without one, their route answers that this process makes none."""
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
     """Sampling defaults of OpenAI's routes, by the names of their fields."""
 

@@ -6,7 +6,7 @@ import pytest
 
 from parallm.device.governor import Governor, Work
 
-SECONDS: dict[Work, float] = {"serving": 0.01, "rollout": 0.03, "learning": 0.2}
+SECONDS: dict[Work, float] = {"serving": 0.01, "rollout": 0.03, "encoding": 0.05, "learning": 0.2}
 
 
 def shares(governor: Governor, ready: Collection[Work], units: int = 10_000) -> dict[Work, float]:
@@ -23,18 +23,26 @@ def shares(governor: Governor, ready: Collection[Work], units: int = 10_000) -> 
 @pytest.mark.parametrize(
     ("ready", "expected"),
     [
-        (["serving", "rollout"], {"serving": 0.7, "rollout": 0.3, "learning": 0.0}),
-        (["serving", "learning"], {"serving": 0.4, "rollout": 0.0, "learning": 0.6}),
+        (["serving", "rollout"], {"serving": 0.7, "rollout": 0.3}),
+        (["serving", "learning"], {"serving": 0.4, "learning": 0.6}),
         (["serving", "rollout", "learning"], {"serving": 0.28, "rollout": 0.12, "learning": 0.6}),
+        (["serving", "encoding"], {"serving": 0.7, "encoding": 0.3}),
+        (["serving", "rollout", "encoding"], {"serving": 0.7, "rollout": 0.15, "encoding": 0.15}),
+        (["encoding", "learning"], {"encoding": 0.4, "learning": 0.6}),
+        (
+            ["serving", "rollout", "encoding", "learning"],
+            {"serving": 0.28, "rollout": 0.06, "encoding": 0.06, "learning": 0.6},
+        ),
     ],
 )
 def test_those_who_want_the_device_get_their_shares_within_two_points(
     ready: list[Work], expected: dict[Work, float]
 ) -> None:
+    expected = {work: expected.get(work, 0.0) for work in SECONDS}
     assert shares(Governor(serving_share=0.7, engine_share=0.4), ready) == pytest.approx(expected, abs=0.02)
 
 
-@pytest.mark.parametrize("work", ["serving", "rollout", "learning"])
+@pytest.mark.parametrize("work", ["serving", "rollout", "encoding", "learning"])
 def test_one_alone_gets_everything(work: Work) -> None:
     assert shares(Governor(serving_share=0.7, engine_share=0.4), [work], units=10)[work] == 1.0
 
@@ -49,7 +57,7 @@ def test_time_spent_alone_is_not_held_against_anybody_later(alone: list[Work]) -
     shares(governor, ["serving", "rollout", "learning"], units=100)
     shares(governor, alone, units=1000)
     after = shares(governor, ["serving", "rollout", "learning"], units=500)
-    assert after == pytest.approx({"serving": 0.28, "rollout": 0.12, "learning": 0.6}, abs=0.05)
+    assert after == pytest.approx({"serving": 0.28, "rollout": 0.12, "encoding": 0, "learning": 0.6}, abs=0.05)
 
 
 def test_work_that_comes_and_goes_does_not_save_up_turns() -> None:
@@ -94,7 +102,15 @@ def intervals(target: float | None, other_seconds: float, switch_seconds: float,
     return times[100:-1]
 
 
-@pytest.mark.parametrize("ready", [["serving", "learning"], ["serving", "rollout"], ["serving", "rollout", "learning"]])
+@pytest.mark.parametrize(
+    "ready",
+    [
+        ["serving", "learning"],
+        ["serving", "rollout"],
+        ["serving", "rollout", "learning"],
+        ["serving", "encoding", "learning"],
+    ],
+)
 @pytest.mark.parametrize("switch_seconds", [0.0, 0.002])
 @pytest.mark.parametrize("other_seconds", [0.0003, 0.001, 0.003, 0.005, 0.02, 0.2])
 @pytest.mark.parametrize("target", [1.05, 1.2, 2.0])
@@ -117,6 +133,12 @@ def test_other_work_gets_what_the_target_leaves() -> None:
     governor = Governor(serving_share=0.7, engine_share=0.4, serving_latency_target=1.2)
     assert shares(governor, ["serving", "learning"])["learning"] == pytest.approx(0.2 / 1.2, abs=0.01)
     assert shares(governor, ["rollout", "learning"], units=100)["learning"] == 1.0
+    with_vectors = shares(governor, ["serving", "encoding", "learning"], units=40_000)
+    assert with_vectors["encoding"] + with_vectors["learning"] == pytest.approx(0.2 / 1.2, abs=0.01)
+    assert with_vectors["encoding"] == pytest.approx(with_vectors["learning"], abs=0.01)
+    shares(governor, ["encoding"], units=1000)
+    after = shares(governor, ["serving", "encoding", "learning"], units=40_000)
+    assert after["encoding"] == pytest.approx(with_vectors["encoding"], abs=0.01)
     governor.serving_latency_target = None
     assert shares(governor, ["serving", "learning"])["learning"] == pytest.approx(0.6, abs=0.02)
 

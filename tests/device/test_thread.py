@@ -362,3 +362,32 @@ def test_the_error_that_a_parked_update_waits_for_is_its_own(device: DeviceThrea
     with pytest.raises(ValueError, match="lost"):
         units.result(5)
     assert later.result(5) == "later"
+
+
+def test_vectors_of_several_requests_take_turns_and_count_by_themselves(device: DeviceThread) -> None:
+    order: list[str] = []
+
+    def units(name: str, number: int) -> Iterator[str]:
+        for _ in range(number):
+            order.append(name)
+            time.sleep(0.0005)
+            yield name
+
+    go, _ = blocked(device)
+    long, short = device.encode(units("long", 20)), device.encode(units("short", 2))
+    go.set()
+    assert (long.result(5), short.result(5)) == ("long", "short")
+    assert order[:4] == ["long", "short", "long", "short"]
+    assert device.governor.seconds["encoding"] > 0
+    assert device.governor.seconds["rollout"] == 0
+
+
+def test_a_request_for_vectors_that_is_cancelled_ends_after_its_unit(device: DeviceThread) -> None:
+    vectors = device.encode(endless_units())
+    time.sleep(0.05)
+    assert vectors.cancel()
+    assert device.encode(iter([7])).result(5) == 7
+    deadline = time.monotonic() + 5
+    while device._encodings and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert not device._encodings

@@ -15,13 +15,14 @@ from mlx_lm.utils import load_model
 from parallm.device.blas import load_blas
 from parallm.device.settings import DeviceSettings
 from parallm.engine.engine import Engine
+from parallm.errors import InvalidRequest
 from parallm.model.adapters.adapter import Adapter
 from parallm.model.adapters.table import AdapterTable
 from parallm.model.logprobs import token_logprobs
 from parallm.model.lora.dora import lora_scaling
 from parallm.model.lora.single import LoraScaling, single_lora
 from parallm.model.shared_model import SharedModel
-from parallm.types import Completion, GenerationRequest, TokenEvent
+from parallm.types import Completion, GenerationRequest, TaskSpec, TokenEvent
 
 Ask = Callable[..., GenerationRequest]
 Complete = Callable[..., dict[str, list[Completion]]]
@@ -249,3 +250,14 @@ def test_equal_versions_of_several_names_share_a_batch_and_stay_apart(
     assert together["coder@1"][0].tokens == together["coder@best"][0].tokens
     for request in requests:
         assert complete(model, [request], table=table) == {request.request_id: together[request.request_id]}
+
+
+def test_text_of_an_adapter_that_makes_vectors_is_refused_with_the_route_that_fits(
+    model: SharedModel, table: AdapterTable, ask: Ask, complete: Complete
+) -> None:
+    task = TaskSpec(pooling=("mean",), source="test")
+    embedder = replace(table.resolve("policy") or pytest.fail("published above"), name="embedder", task=task)
+    table.publish(embedder)
+    with pytest.raises(InvalidRequest, match="/v1/embeddings"):
+        complete(model, [ask("r0", prompt(0), 4, model="embedder")], table=table)
+    assert complete(model, [ask("r1", prompt(0), 4, model="policy")], table=table)

@@ -9,7 +9,13 @@ from parallm.server.openapi import DOCUMENTS, openapi_document
 from parallm.server.operation.auth import ROLES
 
 Call = Callable[..., httpx.Response]
-NEED_AN_ANSWER = ("POST /v1/rewards", "POST /v1/rewards/score", "POST /v1/trajectories/{trajectory_id}/reward")
+NEED_AN_ANSWER = (
+    "POST /v1/rewards",
+    "POST /v1/rewards/score",
+    "POST /v1/trajectories/{trajectory_id}/reward",
+    "POST /v1/embeddings",
+    "POST /embeddings",
+)
 
 
 def operations(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:

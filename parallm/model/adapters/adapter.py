@@ -13,7 +13,7 @@ from typing import TypeVar
 import mlx.core as mx
 
 from parallm.errors import AdapterError, AdapterNotFinite
-from parallm.types import POLICY
+from parallm.types import POLICY, TaskSpec
 
 Value = TypeVar("Value", int, float)
 Key = tuple[str, int]
@@ -58,6 +58,8 @@ class Adapter:
     """`{target}.lora_a` (inputs, rank), `.lora_b` (rank, outputs), for DoRA `.m` (outputs,); REWARD_HEAD; float32."""
     digest: str
     """Digest of the arrays alone: equal for equal weights, whatever their version."""
+    task: TaskSpec | None = None
+    """How it makes vectors of texts; None: it writes text."""
 
     @property
     def key(self) -> Key:

@@ -10,12 +10,13 @@ import logging
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
 
-from parallm.errors import AdapterError
+from parallm.errors import AdapterError, ModelError
 from parallm.model.adapters.adapter import REWARD_HEAD, Adapter, arrays_digest, make_adapter
 from parallm.model.adapters.configs import (
     CONFIG,
@@ -28,6 +29,7 @@ from parallm.model.adapters.configs import (
 )
 from parallm.model.adapters.module_names import left_out_by_peft, modules_of, names_to_read, values_by_name
 from parallm.model.lora.targets import ROUTERS
+from parallm.model.task_spec import from_json, read_task_spec, to_json
 from parallm.types import POLICY
 
 logger = logging.getLogger(__name__)
@@ -223,7 +225,8 @@ def read_adapter(
     """Read an adapter of either format. It may cover fewer targets than the base has.
 
     It must fit `targets` (target -> inputs, outputs of the base), which PEFT may call as transformers does. `name` and
-    `version` replace those in the file; a file from elsewhere becomes version 0 of `policy`. Raises AdapterError.
+    `version` replace those in the file; a file from elsewhere becomes version 0 of `policy`. With a `modules.json`
+    beside it, as sentence-transformers saves adapters, it makes vectors. Raises AdapterError.
     """
     config, arrays, metadata = _read_stored(folder)
     try:
@@ -239,11 +242,12 @@ def read_adapter(
             adapter = _from_peft(config, arrays, model_type, identity, is_ours="digest" in metadata)
         if targets is not None:
             _check_fit(adapter, targets)
-    except (AdapterError, ValueError) as error:
+        task = from_json(metadata["task"]) if "task" in metadata else read_task_spec(folder)
+    except (AdapterError, ModelError, ValueError) as error:
         raise AdapterError(f"the adapter in {folder} cannot be used: {error}") from error
     if metadata.get("digest", adapter.digest) != adapter.digest:
         raise AdapterError(f"the adapter in {folder} is damaged: its arrays are not those that were saved")
-    return adapter
+    return adapter if task is None else replace(adapter, task=task)
 
 
 def base_of(folder: Path) -> str:
@@ -294,7 +298,8 @@ def _text(path: Path) -> str:
 
 
 def _metadata(adapter: Adapter) -> dict[str, str]:
-    return {
+    task = {} if adapter.task is None else {"task": to_json(adapter.task)}
+    return task | {
         "name": adapter.name,
         "version": str(adapter.version),
         "parent": "" if adapter.parent is None else str(adapter.parent),

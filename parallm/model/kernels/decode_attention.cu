@@ -27,8 +27,12 @@ extern "C" __global__ void decode_attention(const T* queries, const T* new_keys,
   const int tile = blockIdx.x % TILES;
   const int64_t head = blockIdx.x / TILES;  // row and key-value head
   const int length = lengths[head / H];
-  constexpr int UNIT = PAGE > 0 ? PAGE : 16;
-  const int part = ((capacity + gridDim.y - 1) / gridDim.y + UNIT - 1) / UNIT * UNIT;
+  const int part = ((capacity + gridDim.y - 1) / gridDim.y + PART_UNIT - 1) / PART_UNIT * PART_UNIT;
+#if PAGE
+  // The part's pages, asked for before anything waits for `length`
+  const int first_page = int(blockIdx.y) * part / PAGE, num_pages = min(part, capacity - int(blockIdx.y) * part) / PAGE;
+  const int own_page = int(threadIdx.x) < num_pages ? places[head / H * (capacity / PAGE) + first_page + threadIdx.x] : 0;
+#endif
   const int first = window > 0 ? max(0, length + 1 - window) : 0;
   const int begin = max(first, int(blockIdx.y) * part), end = min(length, (int(blockIdx.y) + 1) * part);
   const bool has_newest = int(blockIdx.y) == length / part;
@@ -85,9 +89,7 @@ extern "C" __global__ void decode_attention(const T* queries, const T* new_keys,
   // Where the row's positions are in the pools
 #if PAGE
   __shared__ int pages[MAX_PART / PAGE];
-  const int first_page = int(blockIdx.y) * part / PAGE;
-  for (int i = threadIdx.x; i < part / PAGE; i += blockDim.x)
-    if (first_page + i <= length / PAGE) pages[i] = places[row * (capacity / PAGE) + first_page + i];
+  if (int(threadIdx.x) < num_pages) pages[threadIdx.x] = own_page;
   const int pool_head = head % H;
   auto place_of = [&](int position) {
     return ((int64_t(pages[position / PAGE - first_page]) * H + pool_head) * PAGE + position % PAGE) * D;

@@ -25,8 +25,9 @@ from parallm.model.kernels.cuda import VECTOR_BYTES, has_kernels, kernel
 THREADS = 128  # of a block
 MIN_HEAD_SIZE, MAX_HEAD_SIZE, HEAD_SIZE_STEP = 64, 256, 32  # of heads
 MAX_VALUES = 64  # of queries, and as many sums, in a thread's registers
+PART_UNIT = 16  # of positions in slots; in pages it is a page
 TARGET_BLOCKS = 6 * 132  # of the grid: for each of an H200's processors a few, so that rows of unlike lengths even out
-MIN_PART, MAX_PART = 64, 512  # positions of a part
+MIN_PART, MAX_PART = 64, 256  # positions of a part: blocks of longer ones would not even out where lengths differ
 
 DTYPES = (mx.bfloat16, mx.float16, mx.float32)
 
@@ -130,6 +131,7 @@ def append_and_attend(
         ("PARTS", parts > 1),
         ("PAGE", page),
         ("MAX_PART", MAX_PART),
+        ("PART_UNIT", page or PART_UNIT),
     )
     shape = (rows, query_heads, 1, size)
     attended = kernel("decode_attention", defines)(
@@ -141,9 +143,11 @@ def append_and_attend(
         output_dtypes=[mx.float32] * 3 if parts > 1 else [dtype],
     )
     if parts > 1:
+        unit, part = page or PART_UNIT, -(-positions // parts)
+        part += -part % unit
         attended = kernel("decode_attention_merge", (("T", dtype), ("D", size)))(
-            attended,
-            [parts],
+            [*attended, lengths_B],
+            [parts, part, query_heads],
             grid=(rows * query_heads * size, 1, 1),
             threadgroup=(size, 1, 1),
             output_shapes=[shape],

@@ -20,7 +20,7 @@ from parallm.server.connection import body_of, is_form, json_response, read_body
 from parallm.server.interfaces import Adapters
 from parallm.server.schemas import MAX_INT, Done, Wire, checked, read_object
 from parallm.server.service import Service
-from parallm.types import POLICY, AdapterCard
+from parallm.types import POLICY, AdapterCard, TaskSpec
 
 Name = Annotated[str, Field(min_length=1, max_length=128)]
 FolderPath = Annotated[str, Field(min_length=1, max_length=4096)]
@@ -60,6 +60,8 @@ class AdapterEntry(Wire):
     num_running: int
     is_served: bool
     num_bytes: int
+    task: TaskSpec | None = None
+    """How the adapter makes vectors of texts; absent: it writes text."""
 
 
 class AdapterList(Wire):
@@ -133,7 +135,10 @@ def adapter_routes(service: Service) -> APIRouter:
 
 
 def entry(card: AdapterCard) -> AdapterEntry:
-    fields = dataclasses.asdict(card) | {"aliases": list(card.aliases)}
+    fields = {field.name: getattr(card, field.name) for field in dataclasses.fields(card)}
+    fields |= {"aliases": list(card.aliases)}
+    if card.task is None:
+        del fields["task"]
     return AdapterEntry(id=versioned(card.name, card.version), **fields)
 
 

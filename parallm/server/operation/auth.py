@@ -103,7 +103,7 @@ _ROUTES: Mapping[Role, Mapping[str, str]] = {
             /v1/adapters /v1/shares /v1/splits /v1/trajectories
         """,
         "POST": """
-            /v1/chat/completions /v1/completions /v1/responses
+            /v1/chat/completions /v1/completions /v1/responses /v1/embeddings /embeddings
             /generate /generate/ //generate /inference/v1/generate /tokenize /detokenize
             /v1/requests/{request_id}/cancel
             /v1/rewards /v1/rewards/score /v1/trajectories/{trajectory_id}/reward

@@ -45,5 +45,7 @@ def post_groups(trainer: Trainer, api: str, group_size: int) -> None:
                 group = sampled(trainer, group_size, max_tokens=MAX_TOKENS, seed=number)
             except httpx.HTTPError:
                 return
+            except KeyError as error:
+                raise RuntimeError(f"no completions from the run:\n{trainer.server.log_tail()}") from error
             client.post("/scored_data", json=group).raise_for_status()
             number += 1

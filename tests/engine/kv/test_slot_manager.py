@@ -166,6 +166,7 @@ def test_rows_that_keep_their_slots_get_the_same_tokens(
     assert len(set(rotations)) == 1, "layers that do the same share it"
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize(  # some let the rows of only one stream join at once
     ("num_positions", "preempted"), [(400, 3), (440, 5), (450, 5), (460, 5), (480, 3), (490, 3)]
 )

@@ -84,7 +84,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     model, problems = folder / "model", folder / "problems.jsonl"
     write_tool_model(model)
     write_problems(model, problems)
-    with running("parallm.serve", [f"model.path={model}"], folder) as server:
+    with running("parallm.serve", [f"model.path={model}", "tasks.pooling=mean"], folder) as server:
         yield Served(url=server.url, model=model, problems=problems)
 
 

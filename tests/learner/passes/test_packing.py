@@ -118,6 +118,7 @@ def test_heads_are_rotated_from_what_they_were_where_a_kernel_does_it(
     assert mx.abs(found - expected).max().item() <= 1e-5
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3_text"])
 @pytest.mark.usefixtures("fused_rows")
 def test_layers_that_attend_in_one_launch_give_the_hidden_states_of_single_rows(

@@ -1,0 +1,18 @@
+"""Settings of what a model does beside writing text."""
+
+from typing import Literal
+
+from parallm.settings import settings
+from parallm.types import Pooling
+
+
+@settings
+class TaskSettings:
+    pooling: Pooling | None = None
+    """How the hidden states of a text become its vector at `/v1/embeddings`; null: as `modules.json` in the model's
+    folder says, and without that file there are no vectors. An adapter may say otherwise."""
+    end_token: Literal["append", "none"] | None = None
+    """Whether texts get the model's end token before they are pooled; null: as the model's tokenizer does it, which
+    has to end texts by a token if `last` is pooled."""
+    matryoshka: bool = False
+    """The model was trained for vectors that are cut short: any `dimensions` is accepted."""

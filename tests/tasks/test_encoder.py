@@ -1,0 +1,283 @@
+"""Vectors of small models against unpacked forwards, pooled by numpy."""
+
+import asyncio
+import json
+import random
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from parallm.device.streams import DeviceStreams
+from parallm.errors import EngineFull, InvalidRequest, NotFinite, Unavailable
+from parallm.learner.passes.packing import Segment, packed_hidden
+from parallm.model.adapters.adapter import Adapter
+from parallm.model.adapters.files import read_adapter, write_exactly
+from parallm.model.adapters.table import AdapterTable
+from parallm.model.load import load_shared_model
+from parallm.model.lora.dora import lora_scaling
+from parallm.model.lora.single import single_lora
+from parallm.model.settings import LoraSettings, ModelSettings
+from parallm.model.shared_model import SharedModel
+from parallm.tasks.encoder import Encoder
+from parallm.tasks.settings import TaskSettings
+from parallm.types import EncodeRequest, Pooling, TaskSpec
+from tests.conftest import BLAS
+from tests.learner.conftest import build_start
+from tests.model.test_task_spec import write
+
+MEAN = TaskSettings(pooling="mean", matryoshka=True)
+LENGTHS = (7, 1, 30, 12, 12, 2, 45, 3)
+Row = tuple[int, ...]
+
+
+class Device:
+    """Runs everything at once, in the thread of the test."""
+
+    def call(self, function: Callable[[], Any]) -> Future[Any]:
+        return self.encode(iter([function()]))
+
+    def encode(self, units: Iterator[Any]) -> Future[Any]:
+        future: Future[Any] = Future()
+        self.units = list(units)
+        future.set_result(self.units[-1])
+        return future
+
+
+def make_rows(lengths: Sequence[int], seed: int = 5) -> list[Row]:
+    chance = random.Random(seed)
+    return [tuple(chance.randrange(3, 380) for _ in range(length)) for length in lengths]
+
+
+@pytest.fixture
+def make_encoder(
+    tiny_model: Callable[[str], Path], load_tiny: Callable[..., SharedModel], streams: DeviceStreams
+) -> Callable[..., Encoder]:
+    def make(
+        architecture: str = "llama",
+        settings: TaskSettings = MEAN,
+        *,
+        adapters: Sequence[Adapter] = (),
+        folder: Path | None = None,
+        unit_tokens: int = 64,
+        max_waiting: int = 9,
+        model: SharedModel | None = None,
+    ) -> Encoder:
+        table = AdapterTable()
+        for adapter in adapters:
+            table.publish(adapter)
+        return Encoder(
+            Device(),  # type: ignore[arg-type]
+            streams,
+            model or load_tiny(architecture),
+            table,
+            settings,
+            folder or tiny_model(architecture),
+            unit_tokens=unit_tokens,
+            max_waiting=max_waiting,
+        )
+
+    return make
+
+
+def encode(encoder: Encoder, rows: Sequence[Row], model: str = "base", **fields: Any) -> np.ndarray:
+    return asyncio.run(encoder.encode(EncodeRequest(model=model, rows=tuple(rows), **fields)))
+
+
+def by_hand(model: SharedModel, rows: Sequence[Row], pooling: Pooling, adapter: Adapter | None = None) -> np.ndarray:
+    lora = None if adapter is None else single_lora(dict(adapter.arrays), lora_scaling(adapter, model))
+    vectors = []
+    for row in rows:
+        hidden_TH = model.hidden(mx.array([row]), model.make_cache(), lora)[0, ...].astype(mx.float32)
+        states_TH = np.array(hidden_TH).astype(np.float64)
+        vector_H = states_TH[-1] if pooling == "last" else states_TH.mean(axis=0)
+        vectors.append(vector_H / np.linalg.norm(vector_H))
+    return np.stack(vectors)
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3_text", "mamba"])
+def test_vectors_are_those_of_a_forward_for_each_text(
+    make_encoder: Callable[..., Encoder], load_tiny: Callable[..., SharedModel], architecture: str, pooling: Pooling
+) -> None:
+    encoder, rows = make_encoder(architecture, TaskSettings(pooling=pooling, end_token="none")), make_rows(LENGTHS)
+    assert encode(encoder, rows) == pytest.approx(by_hand(load_tiny(architecture), rows, pooling), abs=1e-5)
+
+
+def test_an_adapter_has_vectors_of_its_own(
+    make_encoder: Callable[..., Encoder], load_tiny: Callable[..., SharedModel]
+) -> None:
+    model, rows = load_tiny("llama"), make_rows(LENGTHS)
+    adapter = build_start(model)
+    encoder = make_encoder(adapters=[adapter])
+    of_base = encode(encoder, rows)
+    assert encode(encoder, rows, "policy@3") == pytest.approx(by_hand(model, rows, "mean", adapter), abs=1e-5)
+    assert (encode(encoder, rows) == of_base).all()
+    assert np.abs(encode(encoder, rows, "policy") - of_base).max() > 1e-2
+
+
+@pytest.mark.parametrize("unit_tokens", [64, 4096])
+def test_a_row_alone_is_the_row_among_33(
+    make_encoder: Callable[..., Encoder], load_tiny: Callable[..., SharedModel], unit_tokens: int
+) -> None:
+    rows = make_rows(random.Random(2).choices(range(1, 60), k=33))
+    encoder = make_encoder(unit_tokens=unit_tokens)
+    together = encode(encoder, rows)
+    alone = np.concatenate([encode(encoder, [row]) for row in rows])
+    assert together == pytest.approx(alone, abs=0.0 if BLAS.strict else 1e-5)
+
+    one_text = [Segment(prompt=len(rows[0]) + len(rows[1]))]  # the control: the second row sees the first
+    mixed_MH = packed_hidden(load_tiny("llama"), mx.array([*rows[0], *rows[1]]), one_text, None)
+    vector_H = np.array(mixed_MH[len(rows[0]) :].mean(axis=0))
+    assert np.abs(vector_H / np.linalg.norm(vector_H) - alone[1]).max() > 1e-2
+
+
+def test_units_are_bounded(make_encoder: Callable[..., Encoder], streams: DeviceStreams) -> None:
+    encoder, rows = make_encoder(unit_tokens=16 * streams.width), make_rows([8] * 4 * streams.width)
+    encode(encoder, rows)
+    device: Any = encoder._device
+    assert device.units[:-1] == [None, None]  # two rows of 8 tokens on each stream, twice
+
+
+def test_vectors_are_cut_and_made_of_length_one_again(make_encoder: Callable[..., Encoder]) -> None:
+    encoder, rows = make_encoder(), make_rows(LENGTHS)
+    whole, raw = encode(encoder, rows, dimensions=64), encode(encoder, rows, normalizes=False)
+    assert (whole == encode(encoder, rows)).all()
+    expected = raw[:, :10] / np.linalg.norm(raw[:, :10], axis=1, keepdims=True)
+    assert encode(encoder, rows, dimensions=10) == pytest.approx(expected, abs=1e-6)
+    assert np.abs(np.linalg.norm(raw, axis=1) - 1).max() > 0.1
+
+
+@pytest.mark.parametrize(
+    ("settings", "dimensions", "named"),
+    [
+        (MEAN, 65, "have 64"),
+        (TaskSettings(pooling="mean"), 10, "tasks.matryoshka=true"),
+    ],
+)
+def test_other_sizes_are_refused(
+    make_encoder: Callable[..., Encoder], settings: TaskSettings, dimensions: int, named: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=named):
+        encode(make_encoder(settings=settings), make_rows([3]), dimensions=dimensions)
+
+
+def test_only_sizes_of_the_training_are_known(
+    make_encoder: Callable[..., Encoder], load_tiny: Callable[..., SharedModel]
+) -> None:
+    task = TaskSpec(pooling=("mean", "max"), dimensions=(16, 32), source="test")
+    encoder = make_encoder(settings=TaskSettings(), adapters=[replace(build_start(load_tiny("llama")), task=task)])
+    assert encode(encoder, make_rows([3]), "policy", dimensions=32).shape == (1, 32)
+    with pytest.raises(InvalidRequest, match="knows 16, 32, 128"):
+        encode(encoder, make_rows([3]), "policy", dimensions=31)
+
+
+def test_without_a_pooling_there_are_no_vectors(make_encoder: Callable[..., Encoder]) -> None:
+    with pytest.raises(Unavailable, match=r"tasks\.pooling=last or mean"):
+        make_encoder(settings=TaskSettings()).spec("base")
+
+
+def copied(source: Path, target: Path) -> Path:
+    shutil.copytree(source, target)
+    return target
+
+
+def test_modules_of_the_folder_decide_unless_a_setting_does(
+    make_encoder: Callable[..., Encoder], tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = write(copied(tiny_model("llama"), tmp_path / "model"), {"pooling_mode_weightedmean_tokens": True})
+    assert make_encoder(settings=TaskSettings(), folder=folder).spec("base").pooling == ("weighted_mean",)
+    assert make_encoder(settings=MEAN, folder=folder).spec("base").pooling == ("mean",)
+    write(folder, {"pooling_mode": "attention"})
+    with pytest.raises(Unavailable, match="'attention'"):
+        make_encoder(settings=TaskSettings(), folder=folder).spec("base")
+
+
+def test_a_base_that_looks_ahead_is_refused_whatever_is_set(
+    make_encoder: Callable[..., Encoder], tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = copied(tiny_model("llama"), tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"is_causal": False}))
+    with pytest.raises(Unavailable, match="not causal"):
+        make_encoder(settings=MEAN, folder=folder).spec("base")
+
+
+def test_the_last_token_has_to_be_known(
+    make_encoder: Callable[..., Encoder],
+    tiny_model: Callable[[str], Path],
+    load_tiny: Callable[..., SharedModel],
+    tmp_path: Path,
+) -> None:
+    tokenizer = load_tiny("llama").tokenizer
+    plain, end = tokenizer.encode("2 + 3"), tokenizer.end_token
+    with pytest.raises(Unavailable, match=r"tasks\.end_token=append"):
+        make_encoder(settings=TaskSettings(pooling="last")).spec("base")
+    none = make_encoder(settings=TaskSettings(pooling="last", end_token="none"))
+    assert (none.encode_text("2 + 3"), none.end_token(none.spec("base"))) == (plain, None)
+    appends = make_encoder(settings=TaskSettings(pooling="last", end_token="append"))
+    assert (appends.encode_text("2 + 3"), appends.end_token(appends.spec("base"))) == ((*plain, end), end)
+
+    folder = copied(tiny_model("llama"), tmp_path / "model")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"add_eos_token": True}))
+    told = make_encoder(settings=TaskSettings(pooling="last"), folder=folder)
+    assert told.encode_text("2 + 3") == (*plain, end)
+
+
+def test_a_tokenizer_that_ends_texts_itself_is_followed(
+    make_encoder: Callable[..., Encoder], tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = copied(tiny_model("llama"), tmp_path / "model")
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    pad = next(one for one in tokenizer["added_tokens"] if one["content"] == "<|pad|>")["id"]
+    tokenizer["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "<|pad|>", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": {"<|pad|>": {"id": "<|pad|>", "ids": [pad], "tokens": ["<|pad|>"]}},
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    model = load_shared_model(ModelSettings(path=str(folder), lora=LoraSettings(rank=4)))
+    encoder = make_encoder(settings=TaskSettings(pooling="last"), folder=folder, model=model)
+    assert encoder.end_token(encoder.spec("base")) == pad != model.tokenizer.end_token
+    assert encoder.encode_text("2 + 3") == model.tokenizer.encode("2 + 3")
+    assert encoder.encode_text("2 + 3")[-1] == pad
+
+
+def test_an_adapter_that_sentence_transformers_saved_says_itself_how_it_pools(
+    make_encoder: Callable[..., Encoder], load_tiny: Callable[..., SharedModel], tmp_path: Path
+) -> None:
+    model = load_tiny("llama")
+    write_exactly(build_start(model), tmp_path / "given", num_layers=model.num_layers, base_name="tiny")
+    write(tmp_path / "given", {"pooling_mode_max_tokens": True}, sentences={"prompts": {"query": "Query: "}})
+    given = read_adapter(tmp_path / "given", model.targets)
+    expected = TaskSpec(pooling=("max",), prompts={"query": "Query: "}, source="modules.json")
+    assert given.task == expected
+
+    write_exactly(given, tmp_path / "kept", num_layers=model.num_layers, base_name="tiny")
+    kept = read_adapter(tmp_path / "kept", model.targets)
+    assert (kept.task, kept.digest) == (expected, given.digest)
+    encoder = make_encoder(settings=TaskSettings(), adapters=[kept])
+    assert encoder.spec("policy") == expected
+    with pytest.raises(Unavailable):
+        encoder.spec("base")
+
+
+def test_what_is_not_finite_is_an_error(make_encoder: Callable[..., Encoder], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("parallm.tasks.encoder.pool", lambda hidden, lengths, _: mx.full((len(lengths), 64), mx.nan))
+    with pytest.raises(NotFinite):
+        encode(make_encoder(), make_rows([3]))
+
+
+def test_more_requests_than_may_wait_are_refused(make_encoder: Callable[..., Encoder]) -> None:
+    encoder = make_encoder(max_waiting=1)
+    encode(encoder, make_rows([3]))
+    encoder._num_waiting = 1
+    with pytest.raises(EngineFull):
+        encode(encoder, make_rows([3]))
