@@ -21,8 +21,7 @@ from parallm.engine.decoder import Decoder, Step
 from parallm.engine.kv.budget import max_context
 from parallm.engine.memory import make_memory
 from parallm.engine.prefill import make_prefill
-from parallm.engine.request_queue import RequestQueue
-from parallm.engine.scheduler import Scheduler
+from parallm.engine.scheduler import RequestQueue, Scheduler
 from parallm.engine.sequence import PrefillJob, Sequence, make_sequences
 from parallm.engine.settings import EngineSettings
 from parallm.engine.speculation import make_speculation

@@ -6,7 +6,7 @@ from parallm.engine.flat_prefill import fits
 from parallm.engine.kv.budget import measure_cost
 from parallm.engine.kv.paged_cache import can_decode
 from parallm.engine.paged_memory import PagedMemory
-from parallm.engine.request_queue import RequestQueue
+from parallm.engine.scheduler import RequestQueue
 from parallm.engine.settings import EngineSettings
 from parallm.engine.slot_memory import SlotMemory
 from parallm.model.shared_model import SharedModel

@@ -17,7 +17,7 @@ from parallm.engine.kv.budget import KvBudget, KvCost, max_context
 from parallm.engine.kv.paged_cache import PagedCache, Pool, first_page, grown, make_pools
 from parallm.engine.kv.prefix_cache import Owner
 from parallm.engine.paged_batch import PagedDecodeBatch
-from parallm.engine.request_queue import RequestQueue
+from parallm.engine.scheduler import RequestQueue
 from parallm.engine.sequence import PrefillJob, Sequence
 from parallm.engine.settings import EngineSettings
 from parallm.model.kernels.page_write import PAGE

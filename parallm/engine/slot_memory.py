@@ -13,7 +13,7 @@ from parallm.engine.decoder import Decoder
 from parallm.engine.kv.budget import KvBudget, KvCost
 from parallm.engine.kv.prefix_cache import PrefixCache
 from parallm.engine.kv.shapes import allocated
-from parallm.engine.request_queue import RequestQueue
+from parallm.engine.scheduler import RequestQueue
 from parallm.engine.sequence import PrefillJob, Sequence
 from parallm.engine.settings import EngineSettings
 from parallm.model.shared_model import SharedModel

@@ -15,6 +15,7 @@ from functools import partial
 
 import mlx.core as mx
 
+from parallm.model.kernels.cuda import has_kernels
 from parallm.model.kernels.gather import take_in_groups
 
 MIN_FLOAT = float(mx.finfo(mx.float32).min)
@@ -53,7 +54,11 @@ class Softmax:
 
     def logprobs(self, tokens_NK: mx.array) -> mx.array:
         """Log-probabilities of `tokens_NK`, (N, K)."""
-        return take_in_groups(self.scaled_NV[:, :, None], tokens_NK)[:, :, 0] - self.logsumexp_N[:, None]
+        if has_kernels():
+            chosen_NK = take_in_groups(self.scaled_NV[:, :, None], tokens_NK)[:, :, 0]
+        else:
+            chosen_NK = mx.take_along_axis(self.scaled_NV, tokens_NK, axis=1)
+        return chosen_NK - self.logsumexp_N[:, None]
 
     def entropies(self) -> mx.array:
         """In nats, (N,). A logit of minus infinity adds nothing."""

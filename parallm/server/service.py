@@ -85,7 +85,7 @@ class Service:
             metrics=self.request_metrics,
             catalog=self.catalog,
             traces=self.traces,
-            listeners=[self.statistics.count, self._record_samples],
+            listeners=[self.statistics.count, *([self._record_samples] if self.sample_stores else [])],
         )
 
     def _record_samples(self, request: GenerationRequest, completions: Sequence[Completion]) -> None:
