@@ -27,7 +27,7 @@ MIN_HEAD_SIZE, MAX_HEAD_SIZE, HEAD_SIZE_STEP = 64, 256, 32  # of heads
 MAX_VALUES = 64  # of queries, and as many sums, in a thread's registers
 PART_UNIT = 16  # of positions in slots; in pages it is a page
 TARGET_BLOCKS = 6 * 132  # of the grid: for each of an H200's processors a few, so that rows of unlike lengths even out
-MIN_PART, MAX_PART = 64, 256  # positions of a part: blocks of longer ones would not even out where lengths differ
+MIN_PART, MAX_PART = 64, 512  # positions of a part
 
 DTYPES = (mx.bfloat16, mx.float16, mx.float32)
 

@@ -184,4 +184,4 @@ def test_a_block_serves_as_many_queries_as_its_registers_hold() -> None:
 
 
 def test_rows_are_shared_by_blocks_where_there_are_few() -> None:
-    assert [num_parts(2, 1024), num_parts(256, 1024), num_parts(1024, 1024), num_parts(1024, 256)] == [16, 4, 4, 1]
+    assert [num_parts(2, 1024), num_parts(256, 1024), num_parts(1024, 1024), num_parts(1024, 256)] == [16, 4, 2, 1]
