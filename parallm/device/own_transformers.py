@@ -17,7 +17,7 @@ _own: dict[str, ModuleType] = {}
 
 
 def is_worthwhile() -> bool:
-    """Whether there is something to hide, and nobody in this process has imported it or transformers yet."""
+    """Whether a package to hide is installed, and this process has imported neither it nor transformers yet."""
     return PACKAGE not in sys.modules and HIDDEN not in sys.modules and find_spec(HIDDEN) is not None
 
 

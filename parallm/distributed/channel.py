@@ -43,7 +43,7 @@ class _Wait:
     deadline: float = math.inf
     """Infinite until this rank asks, too."""
     parts: dict[int, bytes] = field(default_factory=dict)
-    """What ranks have sent so far, at rank 0."""
+    """Messages that have come from the ranks so far, at rank 0."""
     began: float = field(default_factory=time.monotonic)
 
 
@@ -184,7 +184,7 @@ class Channel:
             link.close()
 
     def _pending(self) -> list[tuple[str, _Wait]]:
-        """What this rank waits for; drops what it has given up."""
+        """Replies that this rank waits for; drops those that it has given up."""
         given_up = [label for label, wait in self._waits.items() if wait.future.cancelled()]
         for label in given_up:
             del self._waits[label]

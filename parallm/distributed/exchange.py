@@ -1,4 +1,4 @@
-"""What workers exchange: bytes of all ranks, and the sum of their gradients. One process is the case of one rank.
+"""Exchange between workers: bytes of all ranks, and the sum of their gradients. One process is the case of one rank.
 
 Gradients come as partial sums by slot. A plain sum has a slot for each rank; with `exact` there is a fixed number of
 slots whatever the number of ranks is, and they are added in their order.
@@ -14,7 +14,7 @@ Vectors = Mapping[int, mx.array]
 
 
 class Gathering(Protocol):
-    """What goes over the channel. Methods may be called from any thread."""
+    """Messages over the channel. Methods may be called from any thread."""
 
     @property
     def rank(self) -> int: ...
@@ -59,7 +59,7 @@ class Alone:
     rank, size, failure = 0, 1, None
 
     def fail(self, reason: str) -> None:
-        raise AssertionError(f"nobody to lose: {reason}")
+        raise AssertionError(f"one process has no peer to lose: {reason}")
 
     def gather(self, label: str, part: bytes) -> Future[list[bytes]]:
         return _done([part])

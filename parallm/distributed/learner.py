@@ -72,7 +72,7 @@ class SharedLearner(Learner):
 
     @property
     def plan(self) -> dict[str, int]:
-        """What the list of micro-batches depends on besides the groups: equal for all workers."""
+        """Values that the list of micro-batches depends on besides the groups: equal for all workers."""
         return {"micro_batch_tokens": self._budget, "streams": self._round_width, "slots": self._num_slots}
 
     def _micro_batches(self, groups: Sequence[TrajectoryGroup], max_tokens: int) -> PlannedBatches:

@@ -1,4 +1,4 @@
-"""What workers record: rank 0 the files of the run, with the seconds of its exchange; the others nothing."""
+"""Metrics of several workers: rank 0 writes the files of the run, with the seconds of its exchange."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

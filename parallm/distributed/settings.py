@@ -15,7 +15,7 @@ class DistributedSettings:
     """Number of processes. Without a launcher such as mlx.launch this command starts them on this machine; null: one,
     or those that the launcher has started."""
     backend: Literal["auto", "ring", "nccl", "jaccl"] = "auto"
-    """What sums gradients. `auto`: NCCL with MLX's CUDA build, else what the launcher has set up, else TCP rings."""
+    """Library that sums gradients. `auto`: NCCL with MLX's CUDA build, else the launcher's, else TCP rings."""
     exact: bool = False
     """Sum gradients in an order that does not depend on the number of workers, whose versions are then equal bit for
     bit. Moves `slots` vectors where a plain sum moves two."""

@@ -79,7 +79,7 @@ class FlatLayout:
         self._rotary: dict[Rotation, RotaryAngles] = {}
 
     def tiles(self, shape: HeadShape) -> mx.array:
-        """What the blocks of a layer attend to; see `page_tiles`."""
+        """The tiles of queries and keys of a layer's blocks; see `page_tiles`."""
         return self._tiles[shape]
 
     def rotary(self, rotation: Rotation) -> RotaryAngles:

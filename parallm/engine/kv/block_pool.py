@@ -1,7 +1,7 @@
 """Bookkeeping of pages of keys and values: a free list, reference counts, and the tokens of pages that are full.
 
 As vLLM's block pool (https://arxiv.org/abs/2309.06180). A page that is full never changes, so any number of sequences
-share it. A page that nobody holds keeps its contents until it is needed for others, the one that was freed first before
+share it. A page without references keeps its contents until others need it, the one that was freed first before
 all: prompts that begin with the same tokens find it by a chain of hashes, each of a page's tokens and the hash before.
 The arrays are in `engine/paged_memory.py`.
 """
@@ -21,7 +21,7 @@ SCRATCH = 0
 
 
 class BlockTable:
-    """The pages of a sequence, in order of its positions. They are freed when nobody holds the table any more."""
+    """The pages of a sequence, in order of its positions. They are freed with the last reference to the table."""
 
     def __init__(self, pool: "BlockPool", pages: list[int]) -> None:
         """`pages` were allocated or shared for this table."""
