@@ -79,6 +79,7 @@ class Engine:
             queue.decoders = self._make_decoders()
         self.scheduler = Scheduler(self.memory, self._queues, self.kv_budget.max_rows, self._flush)
         self.prefill = make_prefill(model, streams, self._loras, self.memory, settings, adapters.holds)
+        self._preparations = self.memory.compilations()
         self._warned: set[str] = set()  # of models that computed NaN in a rollout
         self._num_requests = 0
         self._at_work: list[Sequence] | None = None  # sequences of the unit at work; None between units
@@ -181,6 +182,10 @@ class Engine:
         self._flush(queue)
         self._count()
         self._at_work = None
+
+    def prepare(self) -> bool:
+        """Compile one more kind of decode step, before a request waits for it; False if all are compiled."""
+        return next(self._preparations, None) is not None
 
     def fail(self, traffic: TrafficClass, error: Exception) -> None:
         """End the requests of the unit that raised `error`, or those of the whole class where no unit raised it. When
