@@ -40,7 +40,7 @@ from parallm.metrics.display import RunHeader
 from parallm.metrics.formatting import short_path
 from parallm.model.adapters.adapter import Adapter
 from parallm.model.adapters.initial import starting_adapter
-from parallm.model.adapters.reward_head import refuse_head
+from parallm.model.adapters.reward_head import read_reward_model, refuse_head
 from parallm.model.adapters.table import AdapterTable
 from parallm.model.kernels.compiler import Specialization
 from parallm.model.kernels.cuda import has_kernels, on_cuda, target
@@ -63,7 +63,7 @@ from parallm.server.service import Service
 from parallm.server.settings import ServerSettings
 from parallm.tasks.encoder import Encoder
 from parallm.tasks.settings import TaskSettings
-from parallm.trainer.reward_training import find_reward_model, open_reward_model
+from parallm.trainer.reward_training import find_reward_model
 from parallm.types import BASE, POLICY
 
 logger = logging.getLogger(__name__)
@@ -112,8 +112,6 @@ class Runtime:
     kept: PersistentTable
     """`adapters` with the state of operators."""
     store: AdapterStore
-    reward_model: RewardModel | None
-    """The reward model of `server.reward_model`."""
     sampling_defaults: Mapping[str, float]
     report: DeviceReport
     traces: Traces | None
@@ -195,8 +193,7 @@ async def open_runtime(
             max_names=settings.server.max_adapters,
             start=start,
         )
-        reward_settings = RewardModelSettings(adapter=settings.server.reward_model)
-        reward_model = await open_reward_model(reward_settings, settings.learner, device, model, streams)
+        await on_device(device, partial(_publish_reward_model, settings.server, model, adapters))
         yield Runtime(
             settings=settings,
             device=device,
@@ -208,7 +205,6 @@ async def open_runtime(
             start=start,
             kept=kept,
             store=store,
-            reward_model=reward_model,
             sampling_defaults=defaults,
             report=DeviceReport(device.governor, monitor),
             traces=traces,
@@ -250,7 +246,7 @@ async def open_application(
         trajectories=trajectories or {},
         sample_stores=sample_stores or {},
         swaps=runtime.adapters.num_swaps,
-        reward_models=partial(_rates, runtime.reward_model, reward_models or {}),
+        reward_models=partial(_rates, runtime.settings.server.reward_model is not None, reward_models or {}),
         encoder=runtime.encoder,
     )
     app = create_app(service)
@@ -342,12 +338,19 @@ def _check_reward_model(settings: ServerSettings) -> None:
         raise ConfigError(f"server.reward_model: {error}") from error
 
 
-def _rates(own: RewardModel | None, of_policies: Mapping[str, RewardModel]) -> dict[str, Rate]:
-    """Return the reward models by their names for clients: `reward`, and `POLICY@reward` if there are several."""
+def _publish_reward_model(settings: ServerSettings, model: SharedModel, adapters: AdapterTable) -> None:
+    """Serve the reward model of `server.reward_model` as the adapter `reward`. Raises AdapterError."""
+    folder = find_reward_model(RewardModelSettings(adapter=settings.reward_model))
+    if folder is not None:
+        adapter = read_reward_model(folder, model)
+        adapters.publish(dataclasses.replace(adapter, name=REWARD, version=max(1, adapter.version)))
+
+
+def _rates(has_own: bool, of_policies: Mapping[str, RewardModel]) -> dict[str, Rate]:
+    """Return the reward models of rollouts by their names for clients: `POLICY@reward`, or `reward` if it is the only
+    one and there is no adapter of this name."""
     named = {f"{policy}@{REWARD}": model.rate for policy, model in of_policies.items()}
-    if own is not None:
-        return {REWARD: own.rate, **named}
-    return dict(zip((REWARD,), named.values(), strict=True)) if len(named) == 1 else named
+    return dict(zip((REWARD,), named.values(), strict=True)) if len(named) == 1 and not has_own else named
 
 
 @contextmanager
