@@ -37,15 +37,16 @@ def must_launch(settings: DistributedSettings) -> bool:
     return settings.engine != "off" and (settings.workers or 1) > 1 and identity_of() is None
 
 
-def launch(settings: DistributedSettings, arguments: Sequence[str], folder: Path) -> int:
-    """Run this command as `settings.workers` processes. Returns the exit code of the one that failed first, else 0.
+def launch(settings: DistributedSettings, module: str, arguments: Sequence[str], folder: Path) -> int:
+    """Run a command as `settings.workers` processes. Returns the exit code of the one that failed first, else 0.
 
-    `folder` is that of the run. Raises ConfigError if this machine has fewer GPUs.
+    `module` and `arguments` are the command's, `folder` is that of the run. Raises ConfigError if this machine has
+    fewer GPUs.
     """
     count = settings.workers or 1
     with tempfile.TemporaryDirectory(prefix="parallm-") as temporary:
         environments = _environments(settings, count, Path(temporary))
-        command = [sys.executable, "-m", "parallm.train", *arguments, f"hydra.run.dir={folder}"]
+        command = [sys.executable, "-m", module, *arguments]
         processes = [subprocess.Popen(command, env=os.environ | own) for own in environments]
         forwarded = _forward_signals(processes)
         try:
