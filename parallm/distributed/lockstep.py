@@ -64,7 +64,7 @@ class LedTable(AdapterTable):
 
 
 class FollowedTable(LedTable):
-    """The same at a follower, which is told what the leader has resolved and holds."""
+    """The same at a follower, which hears what the leader has resolved and holds."""
 
     def resolve(self, model: str) -> Adapter | None:
         return self.resolved
@@ -144,6 +144,9 @@ class LeadingEngine(Engine):
             super().flush(traffic)
 
     def fail(self, traffic: TrafficClass, error: Exception) -> None:
+        if isinstance(error, EngineStopped):  # the end of this process, which the followers hear of
+            super().fail(traffic, error)
+            return
         self._is_in_call = False  # the call that failed
         if is_out_of_memory(error):
             self._channel.fail(f"rank 0: {error}; lower engine.kv_cache_bytes")

@@ -40,7 +40,7 @@ from parallm.model.precision import is_in_range, may_be_float16
 from parallm.model.quantized import arrange_quantized, cast, check_experts, choose_dtype
 from parallm.model.settings import ModelSettings
 from parallm.model.shared_model import SharedModel, can_batch
-from parallm.model.tensor_parallel import cut_layers, sum_outputs
+from parallm.model.tensor_parallel import Ranks, cut_layers, sum_outputs
 
 logger = logging.getLogger(__name__)
 
@@ -54,15 +54,15 @@ ROPE_WITHIN = ("default", "su", "longrope", "llama3")
 """Ways to scale rotary positions that max_position_embeddings already counts in."""
 
 
-def load_shared_model(settings: ModelSettings, group: mx.distributed.Group | None = None) -> SharedModel:
-    """Load a model and its tokenizer for `share_model`, or this rank's part of the model if there is a `group`.
+def load_shared_model(settings: ModelSettings, ranks: Ranks | None = None) -> SharedModel:
+    """Load a model and its tokenizer for `share_model`, or this rank's part of the model if there are `ranks`.
 
     Raises as it does, and ModelError with the path and a way out.
     """
     folder = find_folder(settings.path)
     base, config = load_base(folder, settings.path, trusted=settings.trust_remote_code)
     tokenizer = _load_tokenizer(folder, config, trusted=settings.trust_remote_code)
-    share = partial(share_model, config=config, tokenizer=tokenizer, settings=settings, group=group)
+    share = partial(share_model, config=config, tokenizer=tokenizer, settings=settings, ranks=ranks)
     if settings.dtype == "auto" and may_be_float16(base, _model_type(config)):
         model = share(base, computed=mx.float16)
         if is_in_range(model):
@@ -79,10 +79,10 @@ def share_model(
     settings: ModelSettings,
     *,
     computed: mx.Dtype | None = None,
-    group: mx.distributed.Group | None = None,
+    ranks: Ranks | None = None,
 ) -> SharedModel:
     """Freeze and evaluate a model of mlx-lm, and make its linear layers LoRA targets. `config` is its config.json,
-    `computed` the type that it computes in if not `settings.dtype`. With a `group` only this rank's part is kept.
+    `computed` the type that it computes in if not `settings.dtype`. With `ranks` only this rank's part is kept.
 
     Raises AdapterError for targets that the model does not have, ModelError for a way to keep quantized weights of a
     model that has none, and for a model that cannot compute on this device.
@@ -96,8 +96,8 @@ def share_model(
         dtype = computed
         cast(base, dtype)
     parallel = None
-    if group is not None:
-        parallel = cut_layers(base, config, group, settings.path)
+    if ranks is not None:
+        parallel = cut_layers(base, config, ranks, settings.path)
         for name, own in tree_flatten(base.parameters()):  # so that one array at a time is whole
             mx.eval(own, stored[name].values)
     sha256 = fingerprint(stored)

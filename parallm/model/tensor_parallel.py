@@ -12,7 +12,7 @@ Axes: B rows, T tokens, H hidden.
 import copy
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -27,6 +27,7 @@ from mlx.nn.layers.distributed import (
 from mlx.utils import tree_unflatten
 
 from parallm.errors import ModelError
+from parallm.model.kernels.all_sum import PeerMemory, all_sum, fits
 from parallm.model.kernels.cuda import on_cuda
 from parallm.model.patches.forward import FusedAdd
 
@@ -43,21 +44,30 @@ HEADS = ("num_attention_heads", "num_key_value_heads")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """The processes that a base is divided between."""
+
+    group: mx.distributed.Group
+    peers: PeerMemory | None = None
+    """Memory for small sums, which the GPUs of one host share; None: `group` makes all sums."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TensorParallel:
     """How a base is cut. Made by `cut_layers`; belongs to the thread that made it."""
 
-    group: mx.distributed.Group
+    ranks: Ranks
     by_outputs: frozenset[str]
     """Names of linear layers that compute a part of their outputs."""
     by_inputs: frozenset[str]
     """Names of linear layers that compute all outputs from a part of their inputs."""
-    stream: mx.Stream | None = field(default=None)
+    stream: mx.Stream | None
     """The stream of all sums; None: that of the caller. On a CPU several streams compute, and sums of all must begin in
     the same order on all ranks."""
 
     def whole_shape(self, target: str, inputs: int, outputs: int) -> tuple[int, int]:
         """Inputs and outputs of a target in the whole base."""
-        size = self.group.size()
+        size = self.ranks.group.size()
         return inputs * (size if target in self.by_inputs else 1), outputs * (size if target in self.by_outputs else 1)
 
     def own_lora(self, arrays: Mapping[str, mx.array]) -> dict[str, mx.array]:
@@ -73,11 +83,14 @@ class TensorParallel:
 
     def summed(self, y_BTH: mx.array) -> mx.array:
         """The sum of `y_BTH` over all ranks, in its type: the same bits at each."""
-        return mx.distributed.all_sum(y_BTH, group=self.group, stream=self.stream)
+        if self.ranks.peers is not None and fits(y_BTH):
+            return all_sum(y_BTH, self.ranks.peers)
+        summed_BTH: mx.array = mx.distributed.all_sum(y_BTH, group=self.ranks.group, stream=self.stream)
+        return summed_BTH
 
     def _part(self, array: mx.array, axis: int) -> mx.array:
-        parts: list[mx.array] = mx.split(array, self.group.size(), axis=axis)
-        return mx.contiguous(parts[self.group.rank()])
+        parts: list[mx.array] = mx.split(array, self.ranks.group.size(), axis=axis)
+        return mx.contiguous(parts[self.ranks.group.rank()])
 
 
 class SummedLinear(nn.Module):
@@ -95,12 +108,12 @@ class SummedLinear(nn.Module):
         return FusedAdd(y, partial(operator.add, y), y[None])  # the residual add and its norm stay one kernel
 
 
-def cut_layers(base: nn.Module, config: Mapping[str, Any], group: mx.distributed.Group, path: str) -> TensorParallel:
+def cut_layers(base: nn.Module, config: Mapping[str, Any], ranks: Ranks, path: str) -> TensorParallel:
     """Leave this rank's part of the linear layers in `base`. Evaluates nothing; `sum_outputs` follows.
 
     Raises ModelError for an architecture that mlx-lm cannot cut, or not into as many parts.
     """
-    size, model_type = group.size(), config.get("model_type", "unknown")
+    size, model_type = ranks.group.size(), config.get("model_type", "unknown")
     if not hasattr(base, "shard"):
         raise ModelError(
             f"model.path={path}: mlx-lm cannot divide a {model_type} between devices; set "
@@ -114,7 +127,7 @@ def cut_layers(base: nn.Module, config: Mapping[str, Any], group: mx.distributed
                 "divide; choose another number"
             )
     try:
-        base.shard(group)
+        base.shard(ranks.group)
     except ValueError as error:
         raise ModelError(
             f"model.path={path}: distributed.tensor_parallel={size} does not divide its layers: {error}"
@@ -129,11 +142,11 @@ def cut_layers(base: nn.Module, config: Mapping[str, Any], group: mx.distributed
     by_inputs = {name: CUT_BY_INPUTS[type(layer)] for name, layer in layers.items() if type(layer) in CUT_BY_INPUTS}
     plain = [(name, _plain(layers[name], kind)) for name, kind in (by_outputs | by_inputs).items()]
     for name, layer in plain:
-        if name in by_inputs and "bias" in layer and group.rank() > 0:
+        if name in by_inputs and "bias" in layer and ranks.group.rank() > 0:
             layer.bias = mx.zeros_like(layer.bias)  # the sum has it once
     base.update_modules(tree_unflatten(plain))
     stream = None if on_cuda() else mx.new_stream(mx.default_device())
-    return TensorParallel(group=group, by_outputs=frozenset(by_outputs), by_inputs=frozenset(by_inputs), stream=stream)
+    return TensorParallel(ranks=ranks, by_outputs=frozenset(by_outputs), by_inputs=frozenset(by_inputs), stream=stream)
 
 
 def sum_outputs(base: nn.Module, parallel: TensorParallel) -> None:

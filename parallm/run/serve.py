@@ -132,8 +132,8 @@ async def _follow(config: ServeConfig, blas: BlasReport, team: Team) -> None:
     """Make the calls of rank 0 until it ends."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # rank 0 gets them, too
-    engine = dataclasses.replace(config.engine, warmup=False)
-    settings = RuntimeSettings(model=resolve_model(config.model), engine=engine)
+    own_settings = dataclasses.replace(config.engine, warmup=False)
+    settings = RuntimeSettings(model=resolve_model(config.model), engine=own_settings)
     async with open_runtime(settings, blas, parts=_parts(team, FollowingEngine)) as runtime:
         engine = runtime.engine.attached
         assert isinstance(engine, FollowingEngine), "the engine of these parts"
