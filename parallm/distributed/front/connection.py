@@ -32,7 +32,7 @@ class NotReached(Lost):
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a worker answers. Example: `address_of("http://10.0.0.3:8001")`."""
+    """The address of a worker. Example: `address_of("http://10.0.0.3:8001")`."""
 
     host: str
     """A name or an IP address; the path of a unix socket if `port` is None."""

@@ -29,7 +29,7 @@ VERSION_SECONDS = 2.0
 """Time in which every worker has published what the first of them has."""
 SECONDS_BETWEEN_TRIES = 0.05
 RETRY_SECONDS = 5
-"""Time that clients are told to wait where no worker was there."""
+"""Value of Retry-After where no worker was there."""
 MAX_IDS = 1 << 17
 ID = re.compile(rb'"(?:id|request_id)":\s?"([^"\\]{1,512})"')
 ID_BYTES = 1024

@@ -16,7 +16,7 @@ at a time, and the numbers of their answers are added; `metrics` and `probe`: th
 @dataclass(frozen=True, slots=True)
 class Route:
     path: str | None
-    """With its parameters by name; None for a path that no server has, which the leader refuses."""
+    """The path with its parameters by name; None for a path that no server has, which the leader refuses."""
     role: Role
     way: Way
 
