@@ -40,7 +40,7 @@ from parallm.metrics.display import RunHeader
 from parallm.metrics.formatting import short_path
 from parallm.model.adapters.adapter import Adapter
 from parallm.model.adapters.initial import starting_adapter
-from parallm.model.adapters.reward_head import is_reward_model, refuse_reward_model
+from parallm.model.adapters.reward_head import refuse_head
 from parallm.model.adapters.table import AdapterTable
 from parallm.model.kernels.compiler import Specialization
 from parallm.model.kernels.cuda import has_kernels, on_cuda, target
@@ -296,10 +296,10 @@ async def _starting_adapter(
     """Return the version to train from, after a given adapter is published."""
     make = partial(starting_adapter, settings.model, model, settings.seed, is_trained=settings.is_training)
     start = await on_device(device, make)
-    if not settings.can_start_from_reward_model:
+    if settings.is_training and not settings.can_start_from_reward_model:
         way_out = "name it as rollout.reward_model.adapter, or train it further with learner=reward_model"
-        refuse_reward_model(start, f"model.adapter={settings.model.adapter}", way_out)
-    if settings.model.adapter is not None and not is_reward_model(start):
+        refuse_head(start, f"model.adapter={settings.model.adapter}", way_out)
+    if settings.model.adapter is not None and (start.head is None or not settings.is_training):
         for name in adapters.policies:
             adapters.publish(dataclasses.replace(start, name=name))
     return start
@@ -320,7 +320,7 @@ async def _start_engine(
     engine = AsyncEngine(device, asyncio.get_running_loop())
     build = partial(Engine, model, adapters, streams, settings, emit=engine.emit, report=engine.report)
     engine.attach(await on_device(device, partial(build, async_scheduling=on_cuda())))
-    if settings.warmup:
+    if settings.warmup and model.writes_text:
         token, rows = model.tokenizer.encode("0")[-1], engine.stats().max_rows
         for name in [BASE, *(name for name in adapters.policies if adapters.resolve(name) is not None)]:
             seconds = await warm_up(engine.generate, token, model=name, rows=rows)

@@ -2,14 +2,18 @@
 
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import mlx.core as mx
 import pytest
 from mlx_lm.models.llama import Model, ModelArgs
 from mlx_lm.utils import load_tokenizer
 
+from parallm.device.streams import DeviceStreams
 from parallm.engine.engine import Engine
 from parallm.engine.kernel_list import engine_kernels
+from parallm.engine.kv.paged_cache import PagedCache
+from parallm.engine.paged_memory import PagedMemory
 from parallm.engine.settings import EngineSettings
 from parallm.learner.kernel_list import learner_kernels
 from parallm.model import load
@@ -97,6 +101,39 @@ def test_an_engine_launches_what_is_listed(
     }
     assert [kernel for kernel in launched if kernel not in listed] == []
     assert len(launched) > 15, "a list of a few kernels would not do"
+
+
+@pytest.mark.parametrize("is_prepared", [True, False])
+def test_a_prepared_engine_builds_no_step_for_a_request(
+    is_prepared: bool,
+    model: SharedModel,
+    streams: DeviceStreams,
+    make_engine: Callable[..., Engine],
+    ask: Callable[..., GenerationRequest],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(streams, "handles", streams.handles[:1])  # as a GPU has
+    engine = make_engine(model, settings=EngineSettings(max_rows=64))
+    assert isinstance(engine.memory, PagedMemory)
+    num_prepared = 0
+    while is_prepared and engine.prepare():
+        num_prepared += 1
+    built: list[int] = []
+    hidden = SharedModel.hidden
+
+    def noted(self: SharedModel, tokens_BT: mx.array, cache: Any, lora: Any) -> mx.array:
+        if isinstance(cache[0], PagedCache):
+            built.append(tokens_BT.shape[0])
+        return hidden(self, tokens_BT, cache, lora)
+
+    monkeypatch.setattr(SharedModel, "hidden", noted)
+    for rows in (1, 2, 7, 30, 60):
+        for row in range(rows):
+            engine.add(ask(f"{rows}-{row}", [1, 2, 3] * (1 + 20 * row % 300), 3 + row % 2), False)
+        while step(engine):
+            pass
+    assert num_prepared == (24 if is_prepared else 0), "8 numbers of rows, 3 widths of tables"
+    assert bool(built) != is_prepared, built
 
 
 def test_a_learner_needs_attention_and_scores_in_both_directions(

@@ -147,7 +147,7 @@ def test_units_are_bounded(make_encoder: Callable[..., Encoder], streams: Device
 
 def test_vectors_are_cut_and_made_of_length_one_again(make_encoder: Callable[..., Encoder]) -> None:
     encoder, rows = make_encoder(), make_rows(LENGTHS)
-    whole, raw = encode(encoder, rows, dimensions=64), encode(encoder, rows, normalizes=False)
+    whole, raw = encode(encoder, rows, dimensions=64), encode(encoder, rows, activates=False)
     assert (whole == encode(encoder, rows)).all()
     expected = raw[:, :10] / np.linalg.norm(raw[:, :10], axis=1, keepdims=True)
     assert encode(encoder, rows, dimensions=10) == pytest.approx(expected, abs=1e-6)
@@ -220,14 +220,17 @@ def test_the_last_token_has_to_be_known(
     with pytest.raises(Unavailable, match=r"tasks\.end_token=append"):
         make_encoder(settings=TaskSettings(pooling="last")).spec("base")
     none = make_encoder(settings=TaskSettings(pooling="last", end_token="none"))
-    assert (none.encode_text("2 + 3"), none.end_token(none.spec("base"))) == (plain, None)
+    assert (none.encode_text("2 + 3", none.spec("base")), none.end_token(none.spec("base"))) == (plain, None)
     appends = make_encoder(settings=TaskSettings(pooling="last", end_token="append"))
-    assert (appends.encode_text("2 + 3"), appends.end_token(appends.spec("base"))) == ((*plain, end), end)
+    assert (appends.encode_text("2 + 3", appends.spec("base")), appends.end_token(appends.spec("base"))) == (
+        (*plain, end),
+        end,
+    )
 
     folder = copied(tiny_model("llama"), tmp_path / "model")
     (folder / "tokenizer_config.json").write_text(json.dumps({"add_eos_token": True}))
     told = make_encoder(settings=TaskSettings(pooling="last"), folder=folder)
-    assert told.encode_text("2 + 3") == (*plain, end)
+    assert told.encode_text("2 + 3", told.spec("base")) == (*plain, end)
 
 
 def test_a_tokenizer_that_ends_texts_itself_is_followed(
@@ -246,8 +249,8 @@ def test_a_tokenizer_that_ends_texts_itself_is_followed(
     model = load_shared_model(ModelSettings(path=str(folder), lora=LoraSettings(rank=4)))
     encoder = make_encoder(settings=TaskSettings(pooling="last"), folder=folder, model=model)
     assert encoder.end_token(encoder.spec("base")) == pad != model.tokenizer.end_token
-    assert encoder.encode_text("2 + 3") == model.tokenizer.encode("2 + 3")
-    assert encoder.encode_text("2 + 3")[-1] == pad
+    assert encoder.encode_text("2 + 3", encoder.spec("base")) == model.tokenizer.encode("2 + 3")
+    assert encoder.encode_text("2 + 3", encoder.spec("base"))[-1] == pad
 
 
 def test_an_adapter_that_sentence_transformers_saved_says_itself_how_it_pools(
@@ -270,7 +273,7 @@ def test_an_adapter_that_sentence_transformers_saved_says_itself_how_it_pools(
 
 
 def test_what_is_not_finite_is_an_error(make_encoder: Callable[..., Encoder], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("parallm.tasks.encoder.pool", lambda hidden, lengths, _: mx.full((len(lengths), 64), mx.nan))
+    monkeypatch.setattr("parallm.tasks.passes.pool", lambda hidden, lengths, _: mx.full((len(lengths), 64), mx.nan))
     with pytest.raises(NotFinite):
         encode(make_encoder(), make_rows([3]))
 
