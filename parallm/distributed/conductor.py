@@ -38,6 +38,7 @@ OBJECT_STORE_BYTES = 100 << 20
 GRACE_SECONDS = 5.0
 """Time for more seats once there are `distributed.min_workers`."""
 REPORT_SECONDS = 1.0
+CONNECT_SECONDS = 10.0
 POLL_SECONDS = 0.1
 OUTPUT_BYTES = 1 << 16
 
@@ -52,7 +53,7 @@ def conduct(
     backend_of(settings)  # refuses what Ray cannot start
     try:
         _connect(settings)
-    except (RayError, ConnectionError, ValueError, RuntimeError) as error:
+    except (RayError, OSError, ValueError, RuntimeError) as error:
         raise ConfigError(
             f"distributed.address={settings.address}: no Ray cluster answers ({_first_line(error)}); start one by `ray "
             "start --head`, or leave the address out"
@@ -67,7 +68,7 @@ def conduct(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a seat is."""
+    """The node and devices of a seat."""
 
     host: str
     """Address of the node."""
@@ -190,8 +191,8 @@ class Cluster:
         self._interrupts = interrupts
         self._wanted = settings.workers
         self._needed = settings.min_workers or settings.workers
-        uses_gpus = settings.backend != "ring" and ray.cluster_resources().get("GPU", 0) > 0
-        self._seat_type = ray.remote(Seat).options(num_cpus=1, num_gpus=int(uses_gpus), max_concurrency=4)
+        self._num_gpus = int(settings.backend != "ring" and ray.cluster_resources().get("GPU", 0) > 0)
+        self._seat_type = ray.remote(Seat).options(num_cpus=1, num_gpus=self._num_gpus, max_concurrency=4)
         self._asked: dict[Any, Any] = {}  # seats by the reference to their place
         self._seats: list[tuple[Place, Any]] = []
         self._workers: list[SeatedWorker] = []
@@ -235,7 +236,7 @@ class Cluster:
         return evaluated != before or now > since + self._settings.rejoin_seconds
 
     def _wait_for_seats(self) -> None:
-        began, is_told = time.monotonic(), False
+        began, was_shown = time.monotonic(), False
         self._drop_lost()
         while (count := len(self._seats)) < self._wanted:
             for _ in range(self._wanted - count - len(self._asked)):
@@ -246,8 +247,8 @@ class Cluster:
                 return
             if self._interrupts.received or waited > self._settings.timeout_seconds:
                 raise ExchangeFailed(f"{self._missing()}, after {waited:.0f} s (distributed.timeout_seconds)")
-            if waited > GRACE_SECONDS and not is_told:
-                is_told = True
+            if waited > GRACE_SECONDS and not was_shown:
+                was_shown = True
                 sys.stderr.write(f"parallm: {self._missing()}; waiting for nodes to join the cluster\n")
             self._arrive(POLL_SECONDS)
 
@@ -275,15 +276,18 @@ class Cluster:
 
     def _missing(self) -> str:
         total, free = ray.cluster_resources(), ray.available_resources()
-        gpu = " and a GPU" if self._seat_type._default_options.get("num_gpus") else ""
-        told = ", ".join(f"{free.get(name, 0):g} of {total.get(name, 0):g} {name}s are free" for name in ("CPU", "GPU"))
+        listed = [f"{free.get(name, 0):g} of {total.get(name, 0):g} {name}s are free" for name in ("CPU", "GPU")]
         return (
             f"distributed.workers={self._wanted}: Ray has a place for {len(self._seats)} of at least {self._needed} "
-            f"workers; each needs a core{gpu}, and {told}"
+            f"workers; each needs a core{' and a GPU' * self._num_gpus}, and {', '.join(listed)}"
         )
 
 
 def _connect(settings: DistributedSettings) -> None:
+    """Start a cluster, or join one. Raises OSError and others that Ray raises."""
+    host, _, port = (settings.address or "").rpartition(":")
+    if host and port.isdigit():  # Ray itself tries for minutes
+        socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": "warning"}
     if settings.address is None:
         cores = max(os.cpu_count() or 1, settings.workers or 1)  # workers on one machine divide its cores

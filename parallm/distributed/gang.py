@@ -51,7 +51,7 @@ class Worker(Protocol):
 
 
 class Machines(Protocol):
-    """Where workers run."""
+    """The machines on which workers run."""
 
     shares_terminal: bool
     """Whether Ctrl-C reaches the workers by itself."""
@@ -71,7 +71,7 @@ class End:
     code: int
     """Exit code; negative: the signal that killed it."""
     host: str
-    """Machine, as the worker has told; empty if it has not come so far."""
+    """Machine, as the worker has written it; empty if it has not come so far."""
     reason: str
     """The worker's own reason; empty for one that has ended without a word."""
     was_lost: bool
@@ -201,7 +201,7 @@ class Gang:
 
     def __init__(self, workers: Sequence[Worker]) -> None:
         self._workers = workers
-        self._told: set[int] = set()  # ranks that were asked to end: a second signal would end them without saving
+        self._asked: set[int] = set()  # ranks that were asked to end: a second signal would end them without saving
         self._lost: set[int] = set()
         self.is_growing = False
         """Whether the workers were asked to end for the sake of a larger gang."""
@@ -213,21 +213,21 @@ class Gang:
         while any(worker.poll() is None for worker in self._workers):
             time.sleep(POLL_SECONDS)
             now, codes = time.monotonic(), [worker.poll() for worker in self._workers]
-            self._lost |= {rank for rank, code in enumerate(codes) if code and rank not in self._told}
+            self._lost |= {rank for rank, code in enumerate(codes) if code and rank not in self._asked}
             failed_at = min(failed_at, now if any(codes) else failed_at)
             saved_at = min(saved_at, now if EXCHANGE_FAILED in codes else saved_at)
             received = interrupts.received[num_seen:]
             num_seen += len(received)
             if num_seen > 1 or now > min(failed_at + KILL_SECONDS, saved_at + SAVED_SECONDS):
-                self._told |= set(range(len(codes)))
+                self._asked |= set(range(len(codes)))
                 self.kill()
             elif received:
-                self._ask(is_told=signal.SIGTERM not in received and machines.shares_terminal)
+                self._ask(has_heard=signal.SIGTERM not in received and machines.shares_terminal)
             elif now > failed_at + STOP_SECONDS:
                 self._ask()
             elif not (self.is_growing or num_seen or any(codes)) and machines.has_more():
                 self.is_growing = True
-                self._told.add(0)
+                self._asked.add(0)
                 self._workers[0].send_signal(signal.SIGTERM)  # all agree on it at the next border of steps
 
     def kill(self) -> None:
@@ -239,12 +239,12 @@ class Gang:
         """How each has ended, by its code and by `worker.json` in the run folder, which this process must see."""
         return [self._end(rank, worker, folder) for rank, worker in enumerate(self._workers)]
 
-    def _ask(self, *, is_told: bool = False) -> None:
-        """Ask those that still run to save and end. `is_told`: they know."""
+    def _ask(self, *, has_heard: bool = False) -> None:
+        """Ask those that still run to save and end. `has_heard`: they know already."""
         for rank, worker in enumerate(self._workers):
-            if worker.poll() is None and rank not in self._told:
-                self._told.add(rank)
-                if not is_told:
+            if worker.poll() is None and rank not in self._asked:
+                self._asked.add(rank)
+                if not has_heard:
                     worker.send_signal(signal.SIGTERM)
 
     def _end(self, rank: int, worker: Worker, folder: Path) -> End:

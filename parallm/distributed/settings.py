@@ -16,12 +16,12 @@ class DistributedSettings:
     """Number of processes. Without a launcher such as mlx.launch this command starts them on this machine; null: one,
     or those that the launcher has started."""
     min_workers: int | None = Field(default=None, ge=1)
-    """With Ray: number of workers to train with while there are no nodes for more; null: `workers`."""
+    """Number of workers to train with while Ray has no nodes for more; null: `workers`."""
     restarts: int = Field(default=0, ge=0)
     """Number of times that the command starts all workers again after one was lost, to go on from the last finished
     step."""
     rejoin_seconds: float = Field(default=600.0, ge=0)
-    """With Ray: longest time until a node that comes late is taken in; an evaluation before takes it in, too."""
+    """Longest time until a node that joins Ray late is taken in; an evaluation before takes it in, too."""
     address: str | None = None
     """Ray cluster: `auto` (the one that this machine has joined) or HOST:PORT; null: one of this machine alone."""
     backend: Literal["auto", "ring", "nccl", "jaccl"] = "auto"
