@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 
@@ -125,7 +126,7 @@ def test_labels_are_those_of_transformers(
 @pytest.mark.parametrize(
     ("name", "module", "attribute", "wrong"),
     [
-        ("e5", bert, "ACTIVATIONS", {"gelu": bert.nn.gelu_approx}),
+        ("e5", bert, "ACTIVATIONS", {"gelu": nn.gelu_approx}),
         ("bge_m3", bert, "first_position", lambda config: 0),
         ("modernbert", modernbert, "layer_kinds", lambda config: ["full_attention"] * 3),
         ("modernbert", modernbert, "theta", lambda config, kind: 10_000.0),
@@ -183,13 +184,14 @@ def test_qwen3_embedding_may_be_cut_to_any_size(open_tiny: Open) -> None:
 
 def test_the_query_of_a_rerank_is_computed_once(open_tiny: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = open_tiny("qwen3_reranker", ASKS, unit_tokens=4096)
-    computed = []
+    computed: list[int] = []
     hidden = SharedModel.hidden
-    monkeypatch.setattr(
-        SharedModel,
-        "hidden",
-        lambda self, tokens, *rest: (computed.append(tokens.size), hidden(self, tokens, *rest))[1],
-    )
+
+    def counted(self: SharedModel, tokens_BT: mx.array, cache: Any, lora: Any) -> mx.array:
+        computed.append(tokens_BT.size)
+        return hidden(self, tokens_BT, cache, lora)
+
+    monkeypatch.setattr(SharedModel, "hidden", counted)
     together = score(tiny)
     computed_once = sum(computed)
     num_tokens = sum(
