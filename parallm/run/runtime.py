@@ -34,7 +34,7 @@ from parallm.engine.prefill import chunk_tokens
 from parallm.engine.settings import EngineSettings
 from parallm.engine.warm_up import warm_up
 from parallm.errors import AdapterError, ConfigError
-from parallm.learner.kernel_list import learner_kernels
+from parallm.learner.kernel_list import learner_kernels, packed_kernels
 from parallm.learner.settings import LearnerSettings
 from parallm.metrics.display import RunHeader
 from parallm.metrics.formatting import short_path
@@ -165,8 +165,19 @@ async def open_runtime(
         streams = await on_device(device, lambda: DeviceStreams(partial(set_blas_threads, blas)))
         adapters = AdapterTable(policies=settings.policies)
         start = await _starting_adapter(settings, device, model, adapters)
+        encoder = Encoder(
+            device,
+            streams,
+            model,
+            adapters,
+            settings.tasks,
+            folder,
+            unit_tokens=chunk_tokens(settings.engine),
+            max_waiting=settings.engine.max_waiting,
+        )
         if has_kernels():
-            needed = await on_device(device, partial(_needed_kernels, settings, model, start))
+            has_task = encoder.has_base_spec or start.spec is not None
+            needed = await on_device(device, partial(_needed_kernels, settings, model, start, has_task))
             await asyncio.to_thread(prepare_kernels, needed, target(), partial(_tell_kernels, tell))
         engine = await _start_engine(settings.engine, device, model, adapters, streams)
         trained = settings.policies if settings.is_training else ()
@@ -193,16 +204,7 @@ async def open_runtime(
             model=model,
             adapters=adapters,
             engine=engine,
-            encoder=Encoder(
-                device,
-                streams,
-                model,
-                adapters,
-                settings.tasks,
-                folder,
-                unit_tokens=chunk_tokens(settings.engine),
-                max_waiting=settings.engine.max_waiting,
-            ),
+            encoder=encoder,
             start=start,
             kept=kept,
             store=store,
@@ -305,9 +307,13 @@ async def _starting_adapter(
     return start
 
 
-def _needed_kernels(settings: RuntimeSettings, model: SharedModel, start: Adapter) -> list[Specialization]:
+def _needed_kernels(
+    settings: RuntimeSettings, model: SharedModel, start: Adapter, has_task: bool
+) -> list[Specialization]:
     kernels = engine_kernels(model, start, settings.engine)
-    return kernels + learner_kernels(model, start) if settings.is_training else kernels
+    if settings.is_training:
+        return kernels + learner_kernels(model, start)
+    return kernels + packed_kernels(model) if has_task else kernels
 
 
 def _tell_kernels(tell: Callable[[str], None], done: int, total: int) -> None:

@@ -81,6 +81,11 @@ class Encoder:
     def vocabulary_size(self) -> int:
         return self._model.vocabulary_size
 
+    @property
+    def has_base_spec(self) -> bool:
+        """Whether the base itself makes something of texts."""
+        return self._base is not None
+
     def spec(self, model: str) -> TaskSpec:
         """What `model` makes of texts: as its adapter says, else as the base. Raises UnknownModel, Unavailable."""
         adapter = self._adapters.resolve(model)

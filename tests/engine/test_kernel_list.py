@@ -15,7 +15,7 @@ from parallm.engine.kernel_list import engine_kernels
 from parallm.engine.kv.paged_cache import PagedCache
 from parallm.engine.paged_memory import PagedMemory
 from parallm.engine.settings import EngineSettings
-from parallm.learner.kernel_list import learner_kernels
+from parallm.learner.kernel_list import learner_kernels, packed_kernels
 from parallm.model import load
 from parallm.model.adapters.adapter import Adapter
 from parallm.model.adapters.table import AdapterTable
@@ -145,6 +145,13 @@ def test_a_learner_needs_attention_and_scores_in_both_directions(
     assert {"flash_attention", "flash_attention_queries", "rotate", "token_scores", "swiglu"} <= set(names)
     assert {"token_scores_gradient", "swiglu_gradient", "gather_rows_gradient"} <= set(names)
     assert names.count("flash_attention_keys") == 2
+
+
+def test_vectors_need_attention_forward(model: SharedModel, launched: dict[Specialization, None]) -> None:
+    names = [name for name, _ in packed_kernels(model)]
+    assert launched == {}
+    assert {"flash_attention", "rotate", "swiglu"} <= set(names)
+    assert not any("gradient" in name or name in ("flash_attention_queries", "flash_attention_keys") for name in names)
 
 
 def test_a_cpu_needs_no_kernels(

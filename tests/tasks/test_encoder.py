@@ -1,11 +1,9 @@
 """Vectors of small models against unpacked forwards, pooled by numpy."""
 
-import asyncio
 import json
 import random
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,6 @@ from parallm.errors import EngineFull, InvalidRequest, NotFinite, Unavailable
 from parallm.learner.passes.packing import Segment, packed_hidden
 from parallm.model.adapters.adapter import Adapter
 from parallm.model.adapters.files import read_adapter, write_exactly
-from parallm.model.adapters.table import AdapterTable
 from parallm.model.load import load_shared_model
 from parallm.model.lora.dora import lora_scaling
 from parallm.model.lora.single import single_lora
@@ -27,67 +24,18 @@ from parallm.model.settings import LoraSettings, ModelSettings
 from parallm.model.shared_model import SharedModel
 from parallm.tasks.encoder import Encoder
 from parallm.tasks.settings import TaskSettings
-from parallm.types import EncodeRequest, Pooling, TaskSpec
+from parallm.types import Pooling, TaskSpec
 from tests.conftest import BLAS
 from tests.learner.conftest import build_start
 from tests.model.test_task_spec import write
+from tests.tasks.conftest import MEAN, Row, encode
 
-MEAN = TaskSettings(pooling="mean", matryoshka=True)
 LENGTHS = (7, 1, 30, 12, 12, 2, 45, 3)
-Row = tuple[int, ...]
-
-
-class Device:
-    """Runs everything at once, in the thread of the test."""
-
-    def call(self, function: Callable[[], Any]) -> Future[Any]:
-        return self.encode(iter([function()]))
-
-    def encode(self, units: Iterator[Any]) -> Future[Any]:
-        future: Future[Any] = Future()
-        self.units = list(units)
-        future.set_result(self.units[-1])
-        return future
 
 
 def make_rows(lengths: Sequence[int], seed: int = 5) -> list[Row]:
     chance = random.Random(seed)
     return [tuple(chance.randrange(3, 380) for _ in range(length)) for length in lengths]
-
-
-@pytest.fixture
-def make_encoder(
-    tiny_model: Callable[[str], Path], load_tiny: Callable[..., SharedModel], streams: DeviceStreams
-) -> Callable[..., Encoder]:
-    def make(
-        architecture: str = "llama",
-        settings: TaskSettings = MEAN,
-        *,
-        adapters: Sequence[Adapter] = (),
-        folder: Path | None = None,
-        unit_tokens: int = 64,
-        max_waiting: int = 9,
-        model: SharedModel | None = None,
-    ) -> Encoder:
-        table = AdapterTable()
-        for adapter in adapters:
-            table.publish(adapter)
-        return Encoder(
-            Device(),  # type: ignore[arg-type]
-            streams,
-            model or load_tiny(architecture),
-            table,
-            settings,
-            folder or tiny_model(architecture),
-            unit_tokens=unit_tokens,
-            max_waiting=max_waiting,
-        )
-
-    return make
-
-
-def encode(encoder: Encoder, rows: Sequence[Row], model: str = "base", **fields: Any) -> np.ndarray:
-    return asyncio.run(encoder.encode(EncodeRequest(model=model, rows=tuple(rows), **fields)))
 
 
 def by_hand(model: SharedModel, rows: Sequence[Row], pooling: Pooling, adapter: Adapter | None = None) -> np.ndarray:
