@@ -156,7 +156,11 @@ def _run_worker(config: RunConfig, composed: DictConfig, folder: Path, run: Run 
     if config.distributed.engine != "off" and HydraConfig.get().mode == RunMode.MULTIRUN:
         raise ConfigError("distributed: a sweep runs its jobs in one process; start one run at a time, without -m")
     if must_launch(config.distributed):
+<<<<<<< HEAD
         return launch(config.distributed, "parallm.train", [*sys.argv[1:], f"hydra.run.dir={folder}"], folder)
+=======
+        return launch(config.distributed, sys.argv[1:], folder, config.checkpoint.resume)
+>>>>>>> house
     with join_team(config.distributed, folder, shared_facts(config)) as team:
         if team.folder != folder:
             remove_unused(folder)

@@ -67,7 +67,7 @@ class Pair:
     def units(self, most: int = 10_000) -> None:
         """Up to `most` units, each followed at once."""
         for _ in range(most):
-            ready = [traffic for traffic in ("serving", "rollout") if self.leader.has_work(traffic)]  # type: ignore[arg-type]
+            ready = [traffic for traffic in ("serving", "rollout") if self.leader.has_work(traffic)]
             if not ready:
                 return
             for traffic in ready:

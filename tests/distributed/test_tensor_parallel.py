@@ -156,8 +156,8 @@ def test_a_divided_server_answers_as_a_whole_one_and_ends_well(
             answers.append(list(pool.map(lambda place: server.complete(**greedy(place)), range(8))))  # noqa: B023
     for ours, theirs in zip(*answers, strict=True):
         assert ours["choices"][0]["text"] == theirs["choices"][0]["text"]
-        logprobs = [answer["choices"][0]["logprobs"]["token_logprobs"] for answer in (ours, theirs)]
-        np.testing.assert_allclose(*logprobs, atol=1e-4)
+        one_T, two_T = (answer["choices"][0]["logprobs"]["token_logprobs"] for answer in (ours, theirs))
+        np.testing.assert_allclose(two_T, one_T, atol=1e-4)
     refused = httpx.post(f"{two.url}/v1/embeddings", json={"model": "base", "input": "pears"})
     assert refused.status_code >= 400
     assert "divided between devices" in refused.text
