@@ -40,8 +40,9 @@ class DistributedSettings:
     slots: int = Field(default=8, ge=1)
     """Number of partial sums with `exact`, the most workers that share an update."""
     timeout_seconds: float = Field(default=600.0, gt=0)
-<<<<<<< HEAD
-    """Longest wait for another worker; then the process saves and ends with exit code 75."""
+    """Longest wait for another worker; then the process saves and ends with exit code 75. With Ray also for nodes."""
+    front: FrontSettings = FrontSettings()
+    """One address before all workers, where this command starts them."""
 
 
 @settings
@@ -65,8 +66,3 @@ class DivisionSettings:
             backend=self.backend,
             timeout_seconds=self.timeout_seconds,
         )
-=======
-    """Longest wait for another worker; then the process saves and ends with exit code 75. With Ray also for nodes."""
-    front: FrontSettings = FrontSettings()
-    """One address before all workers, where this command starts them."""
->>>>>>> house

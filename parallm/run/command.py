@@ -37,7 +37,7 @@ from parallm.config.schema import COMMANDS, RunConfig, ServeConfig, keys_elsewhe
 from parallm.device.blas import BlasReport, load_blas
 from parallm.device.load_mlx import load_mlx
 from parallm.device.settings import BlasSettings
-from parallm.distributed.launcher import launch, must_launch
+from parallm.distributed.launcher import launch, launch_ranks, must_launch
 from parallm.distributed.team import join_team
 from parallm.errors import ConfigError, ParallmError
 from parallm.metrics.machine import describe_versions
@@ -156,11 +156,7 @@ def _run_worker(config: RunConfig, composed: DictConfig, folder: Path, run: Run 
     if config.distributed.engine != "off" and HydraConfig.get().mode == RunMode.MULTIRUN:
         raise ConfigError("distributed: a sweep runs its jobs in one process; start one run at a time, without -m")
     if must_launch(config.distributed):
-<<<<<<< HEAD
-        return launch(config.distributed, "parallm.train", [*sys.argv[1:], f"hydra.run.dir={folder}"], folder)
-=======
         return launch(config.distributed, sys.argv[1:], folder, config.checkpoint.resume)
->>>>>>> house
     with join_team(config.distributed, folder, shared_facts(config)) as team:
         if team.folder != folder:
             remove_unused(folder)
@@ -175,7 +171,7 @@ def _run_rank(config: ServeConfig, run: Run | None) -> int:
     """Serve a base that is divided: as one of the ranks that a launcher has started, or by launching them."""
     folder, workers = RUNS_FOLDER / config.name, config.distributed.workers
     if must_launch(workers):
-        return launch(workers, "parallm.serve", sys.argv[1:], folder)
+        return launch_ranks(workers, sys.argv[1:], folder)
     with (
         join_team(workers, folder, shared_facts(config)) as team,
         logging_to(None, config.log_level, config.log_format),
