@@ -29,20 +29,6 @@ def must_launch(settings: DistributedSettings) -> bool:
     return settings.engine != "off" and several and identity_of() is None
 
 
-<<<<<<< HEAD
-def launch(settings: DistributedSettings, module: str, arguments: Sequence[str], folder: Path) -> int:
-    """Run a command as `settings.workers` processes. Returns the exit code of the one that failed first, else 0.
-
-    `module` and `arguments` are the command's, `folder` is that of the run. Raises ConfigError if this machine has
-    fewer GPUs.
-    """
-    count = settings.workers or 1
-    with tempfile.TemporaryDirectory(prefix="parallm-") as temporary:
-        environments = _environments(settings, count, Path(temporary))
-        command = [sys.executable, "-m", module, *arguments]
-        processes = [subprocess.Popen(command, env=os.environ | own) for own in environments]
-        forwarded = _forward_signals(processes)
-=======
 def launch(settings: DistributedSettings, arguments: Sequence[str], folder: Path, resume: str) -> int:
     """Run this command as `settings.workers` processes, here or by Ray. Returns the exit code.
 
@@ -52,7 +38,6 @@ def launch(settings: DistributedSettings, arguments: Sequence[str], folder: Path
     command = ["-m", "parallm.train", *arguments, f"hydra.run.dir={folder}"]
     interrupts = Interrupts()
     if settings.engine == "ray":
->>>>>>> house
         try:
             conduct = resolve_name(CONDUCTOR)
         except ModuleNotFoundError as error:

@@ -39,10 +39,10 @@ class AsyncEngine:
 
     @property
     def max_context(self) -> int:
-        return self.attached.max_context
+        return self._attached().max_context
 
     def stats(self) -> EngineStats:
-        engine = self.attached
+        engine = self._attached()
         budget, prefixes = engine.kv_budget, engine.memory.prefixes
         prefill, speculation = engine.prefill, engine.speculation
         return EngineStats(
@@ -129,7 +129,7 @@ class AsyncEngine:
     async def _events(
         self, requests: Sequence[GenerationRequest], *, is_streaming: bool
     ) -> AsyncGenerator[TokenEvent, None]:
-        engine = self.attached
+        engine = self._attached()
         names = {request.request_id for request in requests}
         for request in requests:
             _validate(request, engine)
@@ -162,7 +162,7 @@ class AsyncEngine:
 
     async def _call(self, function: Callable[[Engine], object]) -> None:
         """Run `function` on the device thread."""
-        engine = self.attached
+        engine = self._attached()
         await asyncio.wrap_future(self._device.call(lambda: function(engine)))
 
     def _hop(self, deliveries: Sequence[tuple[str, Delivery]]) -> None:
@@ -174,9 +174,7 @@ class AsyncEngine:
             if request_id in self._channels:
                 self._channels[request_id].put_nowait(delivery)
 
-    @property
-    def attached(self) -> Engine:
-        """The engine, for the device thread. Raises EngineStopped before `attach`, and after its end."""
+    def _attached(self) -> Engine:
         if self._engine is None or not self._device.is_alive:
             raise EngineStopped("the engine is not running; wait until the model is loaded, or restart the process")
         return self._engine

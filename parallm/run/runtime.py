@@ -135,24 +135,9 @@ class Application:
     server: HttpServer | None
 
 
-@dataclass(frozen=True, slots=True)
-class EngineParts:
-    """What differs where several processes compute one model."""
-
-    load: Callable[[ModelSettings], SharedModel] = load_shared_model
-    engine: Callable[..., Engine] = Engine
-
-
-WHOLE = EngineParts()
-"""A process with a whole model."""
-
-
 @asynccontextmanager
 async def open_runtime(
-    settings: RuntimeSettings,
-    blas: BlasReport,
-    tell: Callable[[str], None] = logger.info,
-    parts: EngineParts = WHOLE,
+    settings: RuntimeSettings, blas: BlasReport, tell: Callable[[str], None] = logger.info
 ) -> AsyncIterator[Runtime]:
     """Load the model and start its engine; close everything at the end. `tell` shows what takes long.
 
@@ -176,7 +161,7 @@ async def open_runtime(
         device = DeviceThread(governor)
         resources.callback(device.stop)
         await on_device(device, wire_memory)
-        model = await on_device(device, partial(parts.load, settings.model))
+        model = await on_device(device, partial(load_shared_model, settings.model))
         streams = await on_device(device, lambda: DeviceStreams(partial(set_blas_threads, blas)))
         adapters = AdapterTable(policies=settings.policies)
         start = await _starting_adapter(settings, device, model, adapters)
@@ -194,7 +179,7 @@ async def open_runtime(
             has_task = encoder.has_base_spec or start.spec is not None
             needed = await on_device(device, partial(_needed_kernels, settings, model, start, has_task))
             await asyncio.to_thread(prepare_kernels, needed, target(), partial(_tell_kernels, tell))
-        engine = await _start_engine(parts.engine, settings.engine, device, model, adapters, streams)
+        engine = await _start_engine(settings.engine, device, model, adapters, streams)
         trained = settings.policies if settings.is_training else ()
         kept = open_table(
             settings.server, settings.folder, device, model, adapters, trained=trained, continues=settings.keeps_state
@@ -336,15 +321,10 @@ def _tell_kernels(tell: Callable[[str], None], done: int, total: int) -> None:
 
 
 async def _start_engine(
-    make: Callable[..., Engine],
-    settings: EngineSettings,
-    device: DeviceThread,
-    model: SharedModel,
-    adapters: AdapterTable,
-    streams: DeviceStreams,
+    settings: EngineSettings, device: DeviceThread, model: SharedModel, adapters: AdapterTable, streams: DeviceStreams
 ) -> AsyncEngine:
     engine = AsyncEngine(device, asyncio.get_running_loop())
-    build = partial(make, model, adapters, streams, settings, emit=engine.emit, report=engine.report)
+    build = partial(Engine, model, adapters, streams, settings, emit=engine.emit, report=engine.report)
     engine.attach(await on_device(device, partial(build, async_scheduling=on_cuda())))
     if settings.warmup and model.writes_text:
         token, rows = model.tokenizer.encode("0")[-1], engine.stats().max_rows
