@@ -45,7 +45,7 @@ PEFT_HEAD = re.compile(r"(?:base_model\.model\.)?score(?:\.modules_to_save\.defa
 Arrays = Mapping[str, mx.array]
 
 
-def _check_fit(adapter: Adapter, targets: Mapping[str, tuple[int, int]]) -> None:
+def check_fit(adapter: Adapter, targets: Mapping[str, tuple[int, int]]) -> None:
     """Raise AdapterError unless every array fits a target of the base (target -> inputs, outputs)."""
     for name in sorted(adapter.arrays.keys() - {REWARD_HEAD}):
         target, _, part = name.rpartition(".")
@@ -241,7 +241,7 @@ def read_adapter(
         else:
             adapter = _from_peft(config, arrays, model_type, identity, is_ours="digest" in metadata)
         if targets is not None:
-            _check_fit(adapter, targets)
+            check_fit(adapter, targets)
         task = from_json(metadata["task"]) if "task" in metadata else read_task_spec(folder)
     except (AdapterError, ModelError, ValueError) as error:
         raise AdapterError(f"the adapter in {folder} cannot be used: {error}") from error
