@@ -14,6 +14,10 @@ TrafficClass = Literal["serving", "rollout"]
 FinishReason = Literal["stop", "length", "abort"]
 Split = Literal["train", "test"]
 Pooling = Literal["cls", "last", "mean", "max", "mean_sqrt_len", "weighted_mean"]
+Task = Literal["embed", "score", "classify"]
+"""What is made of a text: a vector, one number, or a number for each label."""
+TASK_ROUTES: Mapping[Task, str] = {"embed": "/v1/embeddings", "score": "/rerank or /score", "classify": "/classify"}
+Activation = Literal["none", "sigmoid", "softmax"]
 
 BASE = "base"
 """Name that requests use for the frozen model without an adapter."""
@@ -325,15 +329,26 @@ class ScoringRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskSpec:
-    """How a model or an adapter makes vectors of texts.
+    """What a model or an adapter makes of texts, and how.
 
-    Example: `TaskSpec(pooling=("last",), dimensions=(), prompts={"query": "Query: "}, source="modules.json")`.
+    Examples: `TaskSpec(pooling=("last",), dimensions=(), prompts={"query": "Query: "}, source="modules.json")`,
+    `TaskSpec(task="classify", pooling=("cls",), labels=("bad", "good"), activation="softmax", source="config.json")`.
     """
 
     pooling: tuple[Pooling, ...]
-    """Several give one vector after the other."""
+    """Several give one vector after the other. A head reads what is pooled."""
     source: str
     """The file or key that says so, for people."""
+    task: Task = "embed"
+    activation: Activation = "none"
+    """What is made of a head's logits."""
+    labels: tuple[str, ...] = ()
+    """Names of a head's numbers, in their order."""
+    answers: tuple[int, ...] = ()
+    """Token ids, such as those of yes and no, that are the head: the score is the logit of the first one, minus that of
+    the second one if there is one."""
+    template: str = ""
+    """Text of a pair with {query} and {document}, perhaps {instruction}; empty: as the tokenizer joins two texts."""
     normalizes: bool = True
     """Whether vectors have the length 1."""
     dimensions: tuple[int, ...] | None = None
@@ -346,17 +361,19 @@ class TaskSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodeRequest:
-    """Rows of token ids that become vectors.
+    """Rows of token ids that become vectors, or a head's numbers.
 
     Example: `EncodeRequest(model="poet@3", rows=((1, 27), (1, 9, 4)), dimensions=256)`.
     """
 
     model: str
     rows: tuple[tuple[int, ...], ...]
+    first_lengths: tuple[int, ...] = ()
+    """Tokens of each row that belong to the first of two texts, for encoders that tell them apart; empty: all do."""
     dimensions: int | None = None
     """Numbers that are kept of each vector; None: all."""
-    normalizes: bool = True
-    """False leaves vectors as long as they are."""
+    activates: bool = True
+    """False leaves vectors as long as they are, and a head's numbers as logits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -384,7 +401,7 @@ class AdapterCard:
     num_bytes: int = 0
     """Size of the adapter's arrays."""
     task: TaskSpec | None = None
-    """How it makes vectors of texts; None: it writes text."""
+    """What it makes of texts; None: it writes text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,6 @@ from parallm.device.thread import DeviceThread
 from parallm.errors import AdapterError
 from parallm.model.adapters.adapter import Adapter, with_arrays
 from parallm.model.adapters.files import from_peft_names, read_adapter
-from parallm.model.adapters.reward_head import refuse_reward_model
 from parallm.model.shared_model import SharedModel
 from parallm.types import BEST, AdapterCard
 
@@ -75,7 +74,7 @@ class AdapterStore:
         with _named(self._root, "server.adapters_root"):
             folder = await asyncio.to_thread(_safe_folder, self._root, path, self._max_bytes)
             async with self._lock:
-                return await self._publish(await self._on_device(partial(self._read, name, folder)), str(folder))
+                return await self._publish(await self._on_device(partial(self._read, name, folder)))
 
     async def upload(self, name: str, archive: bytes) -> AdapterCard:
         """Take an adapter from a zip archive of its two files. Raises AdapterError."""
@@ -85,7 +84,7 @@ class AdapterStore:
                 folder = Path(temporary)
                 await asyncio.to_thread(_unpack_safely, archive, folder, self._max_bytes)
                 adapter = await self._on_device(partial(self._read, name, folder))
-            return await self._publish(adapter, name)
+            return await self._publish(adapter)
 
     async def update(self, name: str, weights: bytes) -> AdapterCard:
         """Replace tensors of the served version of `name` and publish the result as its next version.
@@ -96,7 +95,7 @@ class AdapterStore:
         self._check_name(name)
         await asyncio.to_thread(check_safetensors, io.BytesIO(weights), len(weights))
         async with self._lock:
-            return await self._publish(await self._on_device(partial(self._changed, name, weights)), name)
+            return await self._publish(await self._on_device(partial(self._changed, name, weights)))
 
     async def unload(self, name: str, version: int | None = None) -> None:
         """Forget one version, or all of `name`. Raises UnknownModel, AdapterError."""
@@ -144,7 +143,6 @@ class AdapterStore:
         self._check_name(name)
         folder = await asyncio.to_thread(find_adapter, where)
         adapter = await self._on_device(partial(self._read, name, folder))
-        refuse_reward_model(adapter, where, "name it as rollout.reward_model.adapter")
         self._table.publish(adapter)
         return self._card(adapter)
 
@@ -161,8 +159,7 @@ class AdapterStore:
         served = self._table.resolve(name) or replace(self._start, name=name)
         return replace_tensors(served, weights, self._table.next_version(name), self._model.model_type)
 
-    async def _publish(self, adapter: Adapter, where: str) -> AdapterCard:
-        refuse_reward_model(adapter, where, "set rollout.reward_model.adapter for training with it")
+    async def _publish(self, adapter: Adapter) -> AdapterCard:
         await self._kept.change(lambda table: table.publish(adapter), names=(adapter.name,))
         return self._card(adapter)
 

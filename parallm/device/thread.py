@@ -32,6 +32,9 @@ class Worker(Protocol):
     def flush(self, traffic: TrafficClass) -> None:
         """Finish the last step of a class, if it is still on the device."""
 
+    def prepare(self) -> bool:
+        """Do a part of what later units would have to do first, some milliseconds long; False if nothing is left."""
+
     def fail(self, traffic: TrafficClass, error: Exception) -> None: ...
 
 
@@ -130,7 +133,7 @@ class DeviceThread:
                 ready = self._ready()
                 if ready:
                     self._run_unit(self.governor.choose(ready))
-                else:
+                elif self._worker is None or not self._worker.prepare():
                     self._wait()
         finally:
             self._fail_rest()

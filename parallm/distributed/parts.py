@@ -132,13 +132,12 @@ class Shared(Single):
         return SharedEvaluator(**values, exchange=self._exchange)
 
     def checkpoints(self, folder: Path, settings: CheckpointSettings) -> CheckpointManager:
-        share = partial(self._exchange.gather, "checkpoint")
+        share = self._exchange.gather
         if self._run_folder is not None and not self.is_leader:
             return FollowerCheckpoints(
                 folder,
                 settings,
                 leader=self._run_folder,
-                has_failed=lambda: self._exchange.failure is not None,
                 share=share,
                 flaw=lambda: self._flaw,
             )

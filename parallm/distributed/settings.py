@@ -9,11 +9,21 @@ from parallm.settings import settings
 
 @settings
 class DistributedSettings:
-    engine: Literal["off", "mlx"] = "off"
-    """`mlx`: several processes train one policy, data parallel, over mx.distributed. Each serves, too."""
+    engine: Literal["off", "mlx", "ray"] = "off"
+    """`mlx`: several processes train one policy, data parallel, over mx.distributed. Each serves, too. `ray`: the same
+    processes, started on the nodes of a Ray cluster."""
     workers: int | None = Field(default=None, ge=1)
     """Number of processes. Without a launcher such as mlx.launch this command starts them on this machine; null: one,
     or those that the launcher has started."""
+    min_workers: int | None = Field(default=None, ge=1)
+    """Number of workers to train with while Ray has no nodes for more; null: `workers`."""
+    restarts: int = Field(default=0, ge=0)
+    """Number of times that the command starts all workers again after one was lost, to go on from the last finished
+    step."""
+    rejoin_seconds: float = Field(default=600.0, ge=0)
+    """Longest time until a node that joins Ray late is taken in; an evaluation before takes it in, too."""
+    address: str | None = None
+    """Ray cluster: `auto` (the one that this machine has joined) or HOST:PORT; null: one of this machine alone."""
     backend: Literal["auto", "ring", "nccl", "jaccl"] = "auto"
     """Library that sums gradients. `auto`: NCCL with MLX's CUDA build, else the launcher's, else TCP rings."""
     exact: bool = False
@@ -22,4 +32,4 @@ class DistributedSettings:
     slots: int = Field(default=8, ge=1)
     """Number of partial sums with `exact`, the most workers that share an update."""
     timeout_seconds: float = Field(default=600.0, gt=0)
-    """Longest wait for another worker; then the process saves and ends with exit code 75."""
+    """Longest wait for another worker; then the process saves and ends with exit code 75. With Ray also for nodes."""

@@ -31,7 +31,7 @@ from parallm.model.adapters.names import versioned
 from parallm.model.adapters.table import AdapterTable
 from parallm.model.lora.selector import LoraSelector
 from parallm.model.shared_model import SharedModel
-from parallm.types import GenerationRequest, TokenEvent, TrafficClass
+from parallm.types import TASK_ROUTES, GenerationRequest, TaskSpec, TokenEvent, TrafficClass
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +79,7 @@ class Engine:
             queue.decoders = self._make_decoders()
         self.scheduler = Scheduler(self.memory, self._queues, self.kv_budget.max_rows, self._flush)
         self.prefill = make_prefill(model, streams, self._loras, self.memory, settings, adapters.holds)
+        self._preparations = self.memory.compilations()
         self._warned: set[str] = set()  # of models that computed NaN in a rollout
         self._num_requests = 0
         self._at_work: list[Sequence] | None = None  # sequences of the unit at work; None between units
@@ -90,8 +91,8 @@ class Engine:
         if request.traffic == "serving" and len(queue.waiting) >= self.settings.max_waiting:
             raise EngineFull(f"{len(queue.waiting)} requests wait already; try later or raise engine.max_waiting")
         adapter = self._adapters.resolve(request.model)
-        if adapter is not None and adapter.task is not None:
-            raise InvalidRequest(f"{request.model} makes vectors and writes no text; ask /v1/embeddings", "model")
+        if (adapter is not None and adapter.spec is not None) or not self.model.writes_text:
+            raise InvalidRequest(_way_out(request.model, None if adapter is None else adapter.spec), "model")
         self._num_requests += 1
         arrival, context = self._num_requests, self.max_context
         sequences = make_sequences(request, adapter, is_streaming=is_streaming, arrival=arrival, max_context=context)
@@ -181,6 +182,10 @@ class Engine:
         self._flush(queue)
         self._count()
         self._at_work = None
+
+    def prepare(self) -> bool:
+        """Compile one more kind of decode step, before a request waits for it; False if all are compiled."""
+        return next(self._preparations, None) is not None
 
     def fail(self, traffic: TrafficClass, error: Exception) -> None:
         """End the requests of the unit that raised `error`, or those of the whole class where no unit raised it. When
@@ -354,6 +359,14 @@ class Engine:
     def _release(self, sequences: Iterable[Sequence]) -> None:
         for sequence in sequences:
             self._adapters.release(sequence.adapter)
+
+
+def _way_out(model: str, spec: TaskSpec | None) -> str:
+    """The error of a request for text from what writes none."""
+    if spec is None:
+        return f"{model} has no language model's head, so it writes no text; ask {', '.join(TASK_ROUTES.values())}"
+    does = {"embed": "makes vectors", "score": "scores texts", "classify": "classifies texts"}[spec.task]
+    return f"{model} {does} and writes no text; ask {TASK_ROUTES[spec.task]}"
 
 
 def is_out_of_memory(error: BaseException) -> bool:

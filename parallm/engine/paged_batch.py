@@ -23,6 +23,7 @@ from parallm.engine.kv.slot_manager import fill
 from parallm.engine.sequence import PrefillJob, Sequence
 from parallm.model.kernels.cuda import MIN_ON_DEVICE, interned_array
 from parallm.model.kernels.page_copy import copy_pages
+from parallm.model.kernels.page_write import PAGE
 from parallm.model.lora.linear import LoraBinding
 from parallm.model.lora.segmented import SegmentedLora
 from parallm.model.lora.selector import LoraSelector
@@ -209,6 +210,14 @@ class TableIndices:
             self._lengths_B = self._lengths_B + self._growth_B
         self._lengths, self._num_running = all_lengths, num_running
         return self._tables_BN, self._lengths_B if num_rows >= MIN_ON_DEVICE else self._lengths_B[:num_rows]
+
+
+def table_widths(max_positions: int) -> list[int]:
+    """Widths of the tables of steps whose rows have at most so many positions."""
+    widths = [MIN_TABLE]
+    while widths[-1] * PAGE < max_positions:
+        widths.append(2 * widths[-1])
+    return widths
 
 
 def _doubled(size: int, number: int) -> int:

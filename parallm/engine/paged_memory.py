@@ -5,18 +5,21 @@ one. What is computed stays in its pages for prompts that begin with the same to
 """
 
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Ordered
+from itertools import product
+from math import prod
 
 import mlx.core as mx
 
-from parallm.engine.decode_batch import CompiledForward
+from parallm.engine.decode_batch import CompiledForward, row_bucket
 from parallm.engine.decoder import Decoder
+from parallm.engine.kv.attention_metadata import AttentionMetadata
 from parallm.engine.kv.block_pool import BlockPool, BlockTable
 from parallm.engine.kv.budget import KvBudget, KvCost, max_context
 from parallm.engine.kv.paged_cache import PagedCache, Pool, first_page, grown, make_pools
 from parallm.engine.kv.prefix_cache import Owner
-from parallm.engine.paged_batch import PagedDecodeBatch
+from parallm.engine.paged_batch import PagedDecodeBatch, table_widths
 from parallm.engine.scheduler import RequestQueue
 from parallm.engine.sequence import PrefillJob, Sequence
 from parallm.engine.settings import EngineSettings
@@ -45,7 +48,8 @@ class PagedMemory:
         # a page more than its tokens need, which is the scratch page
         self.budget = KvBudget(settings, cost, lambda num_tokens: (num_pages(num_tokens + 1) + 1) * self._page_bytes)
         # no more than all rows of all classes can fill
-        self._max_pages = 1 + len(queues) * self.budget.max_rows * num_pages(max_context(settings, model) + 1)
+        self._max_context = max_context(settings, model)
+        self._max_pages = 1 + len(queues) * self.budget.max_rows * num_pages(self._max_context + 1)
         self._allocate_pools()
 
     def _allocate_pools(self) -> None:
@@ -76,6 +80,21 @@ class PagedMemory:
 
     def make_batch(self) -> PagedDecodeBatch:
         return PagedDecodeBatch(self._model, self.prefixes, lambda: self.layers, self._compiled)
+
+    def compilations(self) -> Iterator[int]:
+        """Compile a step of the base for one number of rows and width of tables after the other, small ones first;
+        yields the number of rows. Building a graph of 32 layers takes Python 20 ms. Evaluates nothing."""
+        pools = [array for layer in make_pools(self._model, 1) for array in layer]
+        all_rows = sorted({row_bucket(rows) for rows in range(1, self.budget.max_rows + 1)})
+        widths = table_widths(min(self._max_context, self.budget.limit // self.budget.cost.per_token))
+        for rows, width in sorted(product(all_rows, widths), key=prod):
+            metadata, lengths_B = AttentionMetadata(), mx.zeros(rows, mx.int32)
+            metadata.set_traced(lengths_B, mx.zeros((rows, width), mx.int32), num_positions=width * PAGE)
+            try:
+                self._compiled(lengths_B, metadata, pools, None)
+            except ValueError:  # MLX's, for a model that reads an array while it runs: its steps are not compiled
+                return
+            yield rows
 
     def num_held_bytes(self) -> int:
         """Bytes of pages that running sequences and admitted jobs hold now."""

@@ -4,7 +4,7 @@
 with spare capacity; memory comes from the prefix cache first, then from capacity to spare.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Ordered
 from functools import partial
 
@@ -35,6 +35,10 @@ class SlotMemory:
         self.budget = KvBudget(settings, cost, lambda count: cost.of(allocated(count)) + bytes_for([count + 1]))
         self.prefixes = PrefixCache(int(self.budget.limit * PREFIX_SHARE))
         self._queues = queues
+
+    def compilations(self) -> Iterator[int]:
+        """Nothing: the shapes of buffers are not known ahead."""
+        return iter(())
 
     def num_held_bytes(self) -> int:
         """Bytes that running sequences, admitted jobs and the prefix cache hold now."""

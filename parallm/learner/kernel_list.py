@@ -42,6 +42,21 @@ def learner_kernels(model: SharedModel, adapter: Adapter) -> list[Specialization
         mx.vjp(forward, policy.arrays(), [hidden_MH])
         ones_M = mx.ones(NUM_TOKENS)
         token_scores(model.head(hidden_MH), ones_M, tokens_M).gradient(ones_M, None)
+    return with_long_prompts(kernels)
+
+
+def packed_kernels(model: SharedModel) -> list[Specialization]:
+    """The kernels of a packed forward of the base without gradients. Device thread only."""
+    if not has_kernels() or not model.is_batch_invariant:
+        return []
+    with listed_kernels() as kernels, suppress(AssertionError, AttributeError, TypeError, ValueError):
+        hidden_MH = packed_hidden(model, mx.zeros((NUM_TOKENS,), mx.int32), SEGMENTS, None)
+        model.head(hidden_MH[:1])
+    return [kernel for kernel in with_long_prompts(kernels) if kernel in kernels or kernel[0] == FORWARD]
+
+
+def with_long_prompts(kernels: dict[Specialization, None]) -> list[Specialization]:
+    """`kernels` and those with which long prompts attend."""
     attention: list[dict[str, Any]] = [dict(defines) for name, defines in kernels if name == FORWARD]
     variants = [specializations(one["T"], one["HEAD"], one["REPEATS"]) for one in attention]
-    return list(kernels | dict.fromkeys(chain(*variants)))  # those for long prompts, too
+    return list(kernels | dict.fromkeys(chain(*variants)))

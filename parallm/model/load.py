@@ -30,6 +30,8 @@ from mlx_lm.utils import _download, load_model, load_tokenizer
 from parallm.device.own_transformers import own_transformers
 from parallm.errors import ModelError
 from parallm.model.chat.tokenizer import ChatTokenizer
+from parallm.model.encoders.load import load_encoder
+from parallm.model.headless import classes, is_trunk, overrides, tensor_names, writes_text
 from parallm.model.kernels.cuda import has_kernels
 from parallm.model.lora.linear import LoraContext, merge_linears
 from parallm.model.lora.targets import InputRecorder, install_lora
@@ -39,6 +41,7 @@ from parallm.model.precision import is_in_range, may_be_float16
 from parallm.model.quantized import arrange_quantized, cast, check_experts, choose_dtype
 from parallm.model.settings import ModelSettings
 from parallm.model.shared_model import SharedModel, can_batch
+from parallm.model.task_spec import ENCODERS
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +61,8 @@ def load_shared_model(settings: ModelSettings) -> SharedModel:
     folder = find_folder(settings.path)
     base, config = load_base(folder, settings.path, trusted=settings.trust_remote_code)
     tokenizer = _load_tokenizer(folder, config, trusted=settings.trust_remote_code)
+    if not has_text_head(folder, config):
+        return replace(share_model(base, config, tokenizer, settings), writes_text=False)
     if settings.dtype == "auto" and may_be_float16(base, _model_type(config)):
         model = share_model(base, config, tokenizer, settings, computed=mx.float16)
         if is_in_range(model):
@@ -114,7 +119,7 @@ def share_model(
         is_batch_invariant=can_batch(base, model_type),
     )
     try:
-        return _with_joined(_checked_split(model, model_type))
+        return _with_joined(model if model.is_encoder else _checked_split(model, model_type))
     except (RuntimeError, ValueError) as error:  # MLX reports operations that a device lacks through these
         raise ModelError(
             f"model.path={settings.path}: {model_type} cannot compute a first token here: {_reason(error)}"
@@ -175,11 +180,19 @@ def _local_folder(path: str) -> Path | None:
 def load_base(folder: Path, path: str, *, trusted: bool = False) -> tuple[nn.Module, dict[str, Any]]:
     """mlx-lm's model, its arrays not read yet, and its config. `trusted` lets the folder's own code run. Raises
     ModelError."""
-    own_class = _checked_config(folder, path).get("model_file")  # which mlx-lm would run in place of one that it knows
+    config = _checked_config(folder, path)
+    own_class = config.get("model_file")  # which mlx-lm would run in place of one that it knows
     if own_class is not None and not trusted:
         raise ModelError(f"model.path={path}: {folder} {_way_out(own_class)}")
     try:
-        return load_model(folder, lazy=True, trust_remote_code=trusted)
+        if config.get("model_type") in ENCODERS:
+            return load_encoder(folder, config)
+        names = tensor_names(folder)
+        if writes_text(config, names) and not is_trunk(names):
+            return load_model(folder, lazy=True, trust_remote_code=trusted)
+        base, config = load_model(folder, lazy=True, model_config=overrides(config, names), get_model_classes=classes)
+        object.__delattr__(base, "sanitize")
+        return base, config
     except (ValueError, RuntimeError, KeyError, TypeError, OSError, AttributeError) as error:
         # mlx-lm reports unknown architectures, missing tensors and broken files through all of these
         raise ModelError(f"model.path={path}: {folder} cannot be loaded: {_reason(error)}") from error
@@ -187,6 +200,11 @@ def load_base(folder: Path, path: str, *, trusted: bool = False) -> tuple[nn.Mod
         if own_class is None:
             raise
         raise ModelError(f"model.path={path}: {folder}/{own_class} fails: {_reason(error)}") from error
+
+
+def has_text_head(folder: Path, config: Mapping[str, Any]) -> bool:
+    """Whether the model in a folder, whose files are whole, can write text."""
+    return _model_type(config) not in ENCODERS and writes_text(config, tensor_names(folder))
 
 
 def read_model_type(path: str) -> str:
@@ -224,7 +242,7 @@ def _load_tokenizer(folder: Path, config: dict[str, Any], *, trusted: bool) -> C
     code = {"trust_remote_code": trusted}  # transformers would ask on the terminal if nothing was said
     try:
         with own_transformers():
-            return ChatTokenizer(load_tokenizer(folder, code, eos_token_ids=config.get("eos_token_id")))
+            return ChatTokenizer(load_tokenizer(folder, code, eos_token_ids=_end_tokens(config)))
     except (ValueError, OSError, KeyError, TypeError, StrictDataclassError) as error:
         if not trusted and "trust_remote_code" in str(error):
             raise ModelError(f"{folder}: the tokenizer {_way_out('auto_map in its configuration')}") from error
@@ -232,6 +250,14 @@ def _load_tokenizer(folder: Path, config: dict[str, Any], *, trusted: bool) -> C
         if not (folder / "tokenizer.json").is_file():  # what transformers says then is about packages
             reason = f"there is no tokenizer.json; copy or download it again ({reason})"
         raise ModelError(f"{folder}: the tokenizer cannot be loaded: {reason}") from error
+
+
+def _end_tokens(config: Mapping[str, Any]) -> Any:
+    """What ends a text; an encoder's text ends with a separator, or with nothing that its config names."""
+    ends = config.get("eos_token_id")
+    if ends is None and _model_type(config) in ENCODERS:
+        return config.get("sep_token_id") or config["pad_token_id"]
+    return ends
 
 
 def _freeze(base: nn.Module, path: str, model_type: str) -> None:

@@ -108,14 +108,14 @@ class UnpackingLinear(nn.QuantizedLinear):
     of many rows."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        return _product(self, x) if _unpacks_for(x) else super().__call__(x)
+        return _product(self, x) if _unpacks_for(x) else _of_rows(super().__call__, x)
 
 
 class UnpackingEmbedding(nn.QuantizedEmbedding):
     """A quantized embedding that does so where it is the model's head."""
 
     def as_linear(self, x: mx.array) -> mx.array:
-        return _product(self, x) if _unpacks_for(x) else super().as_linear(x)
+        return _product(self, x) if _unpacks_for(x) else _of_rows(super().as_linear, x)
 
 
 UNPACKING: dict[type[nn.Module], type[nn.Module]] = {
@@ -136,6 +136,12 @@ def _on_cpu() -> bool:
 
 def _unpacks_for(x: mx.array) -> bool:
     return not on_cuda() or x.size >= MANY_ROWS * x.shape[-1]
+
+
+def _of_rows(product: Callable[[mx.array], mx.array], x: mx.array) -> mx.array:
+    """The packed product of `x` (..., inputs) as one matrix: MLX would read the weights again for each row of a
+    decode step, whose input is (rows, 1, inputs)."""
+    return product(x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], -1)
 
 
 def _unpacking(layer: nn.Module) -> nn.Module:

@@ -20,6 +20,7 @@ from parallm.model.chat.tokenizer import ChatTokenizer
 from parallm.model.kernels.cuda import on_cuda
 from parallm.model.lora.linear import LoraBinding, LoraContext
 from parallm.model.patches.forward import OwnCache, Replay
+from parallm.model.task_spec import ENCODERS
 
 
 class PlainCache(KVCache, OwnCache):
@@ -53,6 +54,13 @@ class SharedModel:
     """Targets whose outputs are computed at once, with MLX's CUDA build; see `MergedLinear`."""
     is_batch_invariant: bool
     """Whether rows of different lengths can share one forward; see `can_batch`."""
+    writes_text: bool = True
+    """False for encoders, and for trunks without a language model's head."""
+
+    @property
+    def is_encoder(self) -> bool:
+        """Whether tokens see those after them; see `model/encoders`."""
+        return self.model_type in ENCODERS
 
     @property
     def trunk(self) -> nn.Module:
@@ -102,8 +110,9 @@ def can_batch(base: nn.Module, model_type: str) -> bool:
     True for models whose layers all keep plain keys and values. Recurrent states and mlx-lm's other caches are not
     indexed by position, and a few models read the offset as one Python number: these run one row at a time.
     """
-    plain = all(type(layer) in (KVCache, RotatingKVCache) for layer in make_prompt_cache(base))
-    return plain and model_type not in ONE_ROW_MODELS
+    layers = make_prompt_cache(base)  # an encoder has none
+    plain = all(type(layer) in (KVCache, RotatingKVCache) for layer in layers)
+    return bool(layers) and plain and model_type not in ONE_ROW_MODELS
 
 
 ONE_ROW_MODELS = frozenset({"gpt_bigcode", "afm7", "longcat_flash_ngram", "llama4", "gemma2", "phi3small"})

@@ -1,4 +1,4 @@
-"""Files of sentence-transformers -> `TaskSpec`: which pooling, normalization, prompts and sizes a folder says.
+"""Files of sentence-transformers and config.json -> `TaskSpec`: pooling, normalization, prompts, sizes, labels.
 
 What is not understood is refused by name, never guessed: a wrong pooling gives vectors that look right and are not.
 """
@@ -7,10 +7,11 @@ import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, get_args
 
 from parallm.errors import ModelError
-from parallm.types import Pooling, TaskSpec
+from parallm.types import Activation, Pooling, Task, TaskSpec
 
 MODULES = "modules.json"
 MAX_BYTES = 1024 * 1024
@@ -25,52 +26,93 @@ POOLING_KEYS: Mapping[str, Pooling] = {
 """Switches of 1_Pooling/config.json in the order in which sentence-transformers joins their vectors."""
 NAMES: Mapping[str, Pooling] = {"lasttoken": "last", "weightedmean": "weighted_mean"}
 """Names in the newer `pooling_mode` that differ from ours."""
+CLASSIFIER = "ForSequenceClassification"
+ENCODERS = frozenset({"bert", "modernbert", "roberta", "xlm-roberta"})
+"""Model types of `model/encoders`: their tokens see all others."""
+QWEN3_QUERY = "Instruct: Given a web search query, retrieve relevant passages that answer the query\nQuery:"
+"""Prompt of Qwen3-Embedding, which was trained for vectors of any size and does not say so (arXiv 2506.05176)."""
 
 
 def read_task_spec(folder: Path) -> TaskSpec | None:
-    """The spec of a folder with modules.json; None without that file. Raises ModelError for what is not understood."""
+    """The spec of a folder with modules.json, or with a head for sequence classification; None of others.
+
+    Raises ModelError for what is not understood.
+    """
+    is_classifier = (folder / "config.json").is_file() and _is_classifier(_object(folder / "config.json"))
     if not (folder / MODULES).is_file():
-        return None
+        return _classifier_spec(folder) if is_classifier else None
     modules = _read(folder / MODULES)
     if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
         raise ModelError(f"{MODULES} should be a list of modules")
     kinds = [str(module.get("type")).rpartition(".")[2] for module in modules]
+    if kinds == ["Transformer"] and is_classifier:
+        return _classifier_spec(folder)
+    if kinds == ["Transformer", "LogitScore"]:
+        return _answer_spec(_module(folder, modules[1]))
     if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
         raise ModelError(
-            f"{MODULES} chains {' -> '.join(kinds)[:200]}, and only Transformer -> Pooling (-> Normalize) is known here"
+            f"{MODULES} chains {' -> '.join(kinds)[:200]}, and only Transformer -> Pooling (-> Normalize) and "
+            "Transformer -> LogitScore are known here"
         )
-    path = str(modules[1].get("path", ""))
-    if Path(path).is_absolute() or ".." in Path(path).parts:
-        raise ModelError(f"{MODULES} leads out of its folder")
     config_file = folder / "config_sentence_transformers.json"
     config = _object(config_file) if config_file.is_file() else {}
     prompts = {str(name): str(text) for name, text in (config.get("prompts") or {}).items()}
     default = config.get("default_prompt_name")
     if default is not None and default not in prompts:
         raise ModelError(f"{config_file.name} has no prompt {str(default)[:100]!r}, its default_prompt_name")
-    pooling = _object(folder / path / "config.json")
+    pooling = _module(folder, modules[1])
     if pooling.get("include_prompt") is False and any(prompts.values()):
         raise ModelError(f"{MODULES}: include_prompt=false leaves prompts out of the pooling, which is not known here")
     return TaskSpec(
         pooling=_pooling(pooling),
         normalizes=len(kinds) == 3,
-        dimensions=_dimensions(folder),
+        dimensions=() if prompts.get("query") == QWEN3_QUERY else _dimensions(folder),
         prompts=prompts,
         default_prompt=default,
         source=MODULES,
     )
 
 
-def check_causal(folder: Path) -> None:
-    """Raise ModelError for a model whose tokens see those after them: the base computes causal attention."""
+def head_spec(num_labels: int, config: Mapping[str, Any] = MappingProxyType({})) -> TaskSpec:
+    """The spec of a head with this number of rows, by the config.json of transformers. Raises ModelError.
+
+    One number is a score, several are those of labels.
+    """
+    named = config.get("id2label") or {}
+    labels = tuple(str(named.get(str(index), f"LABEL_{index}")) for index in range(num_labels))
+    usual: Activation = "sigmoid" if num_labels == 1 else "softmax"
+    if config.get("problem_type") == "multi_label_classification":
+        usual = "sigmoid"
+    kind = config.get("model_type")
+    pooling: Pooling = "last" if kind not in ENCODERS else "cls"
+    if kind == "modernbert":
+        (pooling,) = _check_pooling([str(config.get("classifier_pooling", "cls"))])
+    return TaskSpec(
+        task="score" if num_labels == 1 else "classify",
+        pooling=(pooling,),
+        activation=_activation(config) or usual,
+        labels=labels,
+        normalizes=False,
+        source="config.json",
+    )
+
+
+def check_attention(folder: Path) -> None:
+    """Raise ModelError for a model whose tokens see those after them, unless it is one of `ENCODERS`: other bases
+    compute causal attention."""
     config = _object(folder / "config.json")
+    if config.get("model_type") in ENCODERS:
+        return
     names = [str(name) for name in config.get("architectures") or ()]
     if (
         config.get("is_causal") is False
         or config.get("use_bidirectional_attention")
         or any("Bidirectional" in name for name in names)
     ):
-        raise ModelError("config.json says that its attention is not causal, and only causal models make vectors here")
+        raise ModelError(
+            "config.json says that its attention is not causal, and of such models only "
+            f"{', '.join(sorted(ENCODERS))} are known here"
+        )
 
 
 def adds_end_token(folder: Path) -> bool:
@@ -80,24 +122,60 @@ def adds_end_token(folder: Path) -> bool:
 
 
 def to_json(spec: TaskSpec) -> str:
-    return json.dumps({"task": "embed"} | dataclasses.asdict(spec), sort_keys=True)
+    return json.dumps(dataclasses.asdict(spec), sort_keys=True)
 
 
 def from_json(text: str) -> TaskSpec:
     """The inverse of `to_json`. Raises ModelError."""
     try:
-        fields = dict(json.loads(text))
-        if (task := fields.pop("task")) != "embed":
-            raise ModelError(f"its task {str(task)[:100]!r} is not known here")
-        dimensions = fields["dimensions"]
-        spec = TaskSpec(
-            **fields
-            | {"pooling": tuple(fields["pooling"]), "dimensions": None if dimensions is None else tuple(dimensions)}
-        )
+        given = dict(json.loads(text))
+        fields: Any = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+        spec = TaskSpec(**fields)
     except (ValueError, TypeError, KeyError) as error:
         raise ModelError(f"its task cannot be read: {error}") from error
+    if spec.task not in get_args(Task) or spec.activation not in get_args(Activation):
+        raise ModelError(f"its task {str(spec.task)[:100]!r} or {str(spec.activation)[:100]!r} is not known here")
     _check_pooling(spec.pooling)
     return spec
+
+
+def _is_classifier(config: Mapping[str, Any]) -> bool:
+    return any(str(name).endswith(CLASSIFIER) for name in config.get("architectures") or ())
+
+
+def _classifier_spec(folder: Path) -> TaskSpec:
+    config = _object(folder / "config.json")
+    return head_spec(len(config.get("id2label") or "01"), config)  # transformers leaves two labels out
+
+
+def _answer_spec(config: Mapping[str, Any]) -> TaskSpec:
+    """The spec of sentence-transformers' module LogitScore. Its text comes from settings."""
+    ids = [config.get("true_token_id"), config.get("false_token_id")]
+    answers = tuple(token for token in ids if token is not None)
+    if not answers or ids[0] is None or not all(type(token) is int for token in answers):
+        raise ModelError(f"{MODULES}: its LogitScore should have a true_token_id, perhaps a false_token_id")
+    return TaskSpec(task="score", pooling=("last",), activation="sigmoid", answers=answers, source=MODULES)
+
+
+def _activation(config: Mapping[str, Any]) -> Activation | None:
+    """The activation that a cross-encoder's config names."""
+    own = config.get("sentence_transformers")
+    named = own.get("activation_fn") if isinstance(own, dict) else config.get("sbert_ce_default_activation_function")
+    if named is None:
+        return None
+    known: Mapping[str, Activation] = {"Sigmoid": "sigmoid", "Identity": "none", "Softmax": "softmax"}
+    kind = str(named).rpartition(".")[2]
+    if kind not in known:
+        raise ModelError(f"config.json: the activation {str(named)[:100]!r} is not known here; there are {[*known]}")
+    return known[kind]
+
+
+def _module(folder: Path, module: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of a module. Raises ModelError."""
+    path = str(module.get("path", ""))
+    if Path(path).is_absolute() or ".." in Path(path).parts:
+        raise ModelError(f"{MODULES} leads out of its folder")
+    return _object(folder / path / "config.json")
 
 
 def _pooling(config: Mapping[str, Any]) -> tuple[Pooling, ...]:

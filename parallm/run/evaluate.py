@@ -24,7 +24,7 @@ from parallm.metrics.json_lines import JsonLines, to_json, write_whole
 from parallm.metrics.machine import describe_commit, describe_machine
 from parallm.model.adapters.adapter import Adapter
 from parallm.model.adapters.files import read_adapter
-from parallm.model.adapters.reward_head import refuse_reward_model
+from parallm.model.adapters.reward_head import refuse_head
 from parallm.model.load import check_local
 from parallm.model.settings import ModelSettings
 from parallm.rollout.confidence_intervals import share_difference
@@ -102,7 +102,7 @@ async def _publish(runtime: Runtime, folder: Path, name: str) -> Candidate:
 
     def publish() -> Adapter:
         adapter = read_adapter(folder, runtime.model.targets, model_type=runtime.model.model_type, name=name)
-        refuse_reward_model(adapter, str(folder), "its run's evaluations.jsonl says how well it tells pairs apart")
+        refuse_head(adapter, str(folder), "its run's evaluations.jsonl says how well it tells pairs apart")
         runtime.adapters.publish(adapter)
         return adapter
 

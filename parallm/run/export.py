@@ -16,7 +16,7 @@ from parallm.model.adapters.adapter import Adapter
 from parallm.model.adapters.files import base_of, read_adapter, write_mlx, write_peft
 from parallm.model.adapters.fuse import Quantization, fuse, model_bytes, write_model
 from parallm.model.adapters.module_names import modules_of
-from parallm.model.adapters.reward_head import refuse_reward_model
+from parallm.model.adapters.reward_head import refuse_head
 from parallm.model.load import check_local, find_folder, load_base, read_model_type
 
 FOLDERS = {"mlx": "adapter", "peft": "adapter_peft", "fused": "fused"}
@@ -74,7 +74,7 @@ def _output(config: ExportConfig, folder: Path) -> Path:
 def _write(config: ExportConfig, adapter: Adapter, named: Path, folder: Path) -> dict[str, str]:
     """Write every format into `folder`. Return descriptions by the names of its folders. Raises OSError."""
     if config.formats != ("peft",):
-        refuse_reward_model(adapter, f"model.adapter={config.model.adapter}", "export it with formats=[peft] alone")
+        refuse_head(adapter, f"model.adapter={config.model.adapter}", "export it with formats=[peft] alone")
     source = find_folder(config.model.path)
     base, base_config = load_base(source, config.model.path, trusted=config.model.trust_remote_code)
     num_layers, model_type = len(base.layers), read_model_type(config.model.path)

@@ -35,13 +35,13 @@ from parallm.engine.prefill import chunk_tokens
 from parallm.engine.settings import EngineSettings
 from parallm.engine.warm_up import warm_up
 from parallm.errors import AdapterError, ConfigError
-from parallm.learner.kernel_list import learner_kernels
+from parallm.learner.kernel_list import learner_kernels, packed_kernels
 from parallm.learner.settings import LearnerSettings
 from parallm.metrics.display import RunHeader
 from parallm.metrics.formatting import short_path
 from parallm.model.adapters.adapter import Adapter
 from parallm.model.adapters.initial import starting_adapter
-from parallm.model.adapters.reward_head import is_reward_model, refuse_reward_model
+from parallm.model.adapters.reward_head import refuse_head
 from parallm.model.adapters.table import AdapterTable
 from parallm.model.kernels.compiler import Specialization
 from parallm.model.kernels.cuda import has_kernels, on_cuda, target
@@ -168,8 +168,19 @@ async def open_runtime(
         streams = await on_device(device, lambda: DeviceStreams(partial(set_blas_threads, blas)))
         adapters = AdapterTable(policies=settings.policies)
         start = await _starting_adapter(settings, device, model, adapters)
+        encoder = Encoder(
+            device,
+            streams,
+            model,
+            adapters,
+            settings.tasks,
+            folder,
+            unit_tokens=chunk_tokens(settings.engine),
+            max_waiting=settings.engine.max_waiting,
+        )
         if has_kernels():
-            needed = await on_device(device, partial(_needed_kernels, settings, model, start))
+            has_task = encoder.has_base_spec or start.spec is not None
+            needed = await on_device(device, partial(_needed_kernels, settings, model, start, has_task))
             await asyncio.to_thread(prepare_kernels, needed, target(), partial(_tell_kernels, tell))
         engine = await _start_engine(settings.engine, device, model, adapters, streams)
         trained = settings.policies if settings.is_training else ()
@@ -198,16 +209,7 @@ async def open_runtime(
             model=model,
             adapters=adapters,
             engine=engine,
-            encoder=Encoder(
-                device,
-                streams,
-                model,
-                adapters,
-                settings.tasks,
-                folder,
-                unit_tokens=chunk_tokens(settings.engine),
-                max_waiting=settings.engine.max_waiting,
-            ),
+            encoder=encoder,
             start=start,
             kept=kept,
             store=store,
@@ -303,18 +305,22 @@ async def _starting_adapter(
     """Return the version to train from, after a given adapter is published."""
     make = partial(starting_adapter, settings.model, model, settings.seed, is_trained=settings.is_training)
     start = await on_device(device, make)
-    if not settings.can_start_from_reward_model:
+    if settings.is_training and not settings.can_start_from_reward_model:
         way_out = "name it as rollout.reward_model.adapter, or train it further with learner=reward_model"
-        refuse_reward_model(start, f"model.adapter={settings.model.adapter}", way_out)
-    if settings.model.adapter is not None and not is_reward_model(start):
+        refuse_head(start, f"model.adapter={settings.model.adapter}", way_out)
+    if settings.model.adapter is not None and (start.head is None or not settings.is_training):
         for name in adapters.policies:
             adapters.publish(dataclasses.replace(start, name=name))
     return start
 
 
-def _needed_kernels(settings: RuntimeSettings, model: SharedModel, start: Adapter) -> list[Specialization]:
+def _needed_kernels(
+    settings: RuntimeSettings, model: SharedModel, start: Adapter, has_task: bool
+) -> list[Specialization]:
     kernels = engine_kernels(model, start, settings.engine)
-    return kernels + learner_kernels(model, start) if settings.is_training else kernels
+    if settings.is_training:
+        return kernels + learner_kernels(model, start)
+    return kernels + packed_kernels(model) if has_task else kernels
 
 
 def _tell_kernels(tell: Callable[[str], None], done: int, total: int) -> None:
@@ -327,7 +333,7 @@ async def _start_engine(
     engine = AsyncEngine(device, asyncio.get_running_loop())
     build = partial(Engine, model, adapters, streams, settings, emit=engine.emit, report=engine.report)
     engine.attach(await on_device(device, partial(build, async_scheduling=on_cuda())))
-    if settings.warmup:
+    if settings.warmup and model.writes_text:
         token, rows = model.tokenizer.encode("0")[-1], engine.stats().max_rows
         for name in [BASE, *(name for name in adapters.policies if adapters.resolve(name) is not None)]:
             seconds = await warm_up(engine.generate, token, model=name, rows=rows)

@@ -181,22 +181,38 @@ RewardModels: TypeAlias = Mapping[str, Rate]
 
 
 class Encoder(Protocol):
-    """Interface of `tasks.encoder.Encoder`: vectors of texts."""
+    """Interface of `tasks.encoder.Encoder`: vectors, scores and labels of texts."""
 
     @property
     def vocabulary_size(self) -> int: ...
 
     def spec(self, model: str) -> TaskSpec:
-        """Return how `model` makes vectors. Raises UnknownModel, Unavailable."""
+        """Return what `model` makes of texts. Raises UnknownModel, Unavailable."""
 
-    def encode_text(self, text: str) -> tuple[int, ...]:
+    def encode_text(self, text: str, spec: TaskSpec) -> tuple[int, ...]:
         """Return the token ids of a text as the model reads it."""
+
+    def encode_pair(
+        self,
+        spec: TaskSpec,
+        query: str,
+        document: str,
+        *,
+        instruction: str | None = None,
+        limit: int,
+        document_limit: int | None = None,
+        cuts: bool = False,
+    ) -> tuple[tuple[int, ...], int]:
+        """Return the token ids of a pair, and how many belong to the first text. Raises InvalidRequest."""
 
     def end_token(self, spec: TaskSpec) -> int | None:
         """Return the token that every row has to end with; None: any."""
 
     async def encode(self, request: EncodeRequest) -> np.ndarray:
-        """Return one vector for each row, float32. Raises InvalidRequest, UnknownModel, EngineFull, NotFinite."""
+        """Return a vector, or a number for each label, for each row, float32.
+
+        Raises InvalidRequest, UnknownModel, EngineFull, NotFinite.
+        """
 
 
 class Device(Protocol):

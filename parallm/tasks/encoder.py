@@ -1,12 +1,13 @@
-"""Rows of token ids -> vectors, on the shared base or through one of its adapters.
+"""Rows of token ids -> vectors, scores and labels, on the shared base or through one of its adapters.
 
-Rows are packed as in training (`learner.passes.packing`), so a row's numbers do not depend on the rows beside it. Work
-is cut into passes, a traffic class of the governor of its own: no answer that streams waits for a whole request.
-Axes: N rows, M tokens of a pass, D numbers of a vector.
+`Encoder` knows what a name makes of texts (`TaskSpec`); `passes.py` computes it. Work is a traffic class of the
+governor of its own, cut into passes: no answer that streams waits for a whole request.
+Axes: N rows, L labels, D numbers of a row.
 """
 
 import asyncio
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,18 +18,21 @@ import numpy as np
 from parallm.device.streams import DeviceStreams
 from parallm.device.thread import DeviceThread
 from parallm.errors import EngineFull, InvalidRequest, ModelError, NotFinite, Unavailable
-from parallm.learner.passes.batch import make_passes
-from parallm.learner.passes.packing import Segment, can_pack, packed_hidden
-from parallm.model.adapters.adapter import Adapter
+from parallm.learner.passes.packing import can_pack
+from parallm.model.adapters.adapter import REWARD, Adapter
 from parallm.model.adapters.table import AdapterTable
+from parallm.model.chat.tokenizer import ChatTokenizer
 from parallm.model.lora.dora import lora_scaling
 from parallm.model.lora.linear import LoraBinding
 from parallm.model.lora.single import single_lora
 from parallm.model.shared_model import SharedModel
-from parallm.model.task_spec import adds_end_token, check_causal, read_task_spec
-from parallm.tasks.pooling import pool
+from parallm.model.task_head import Head, read_head
+from parallm.model.task_spec import adds_end_token, check_attention, read_task_spec
+from parallm.tasks.pairs import INSTRUCTION_PROMPT, encode_pair
+from parallm.tasks.passes import Passes
 from parallm.tasks.settings import TaskSettings
-from parallm.types import EncodeRequest, TaskSpec
+from parallm.tasks.templates import FAMILIES, family_of
+from parallm.types import Activation, EncodeRequest, TaskSpec
 
 PROBE = "a"
 NO_SPEC = (
@@ -38,7 +42,7 @@ NO_SPEC = (
 
 
 class Encoder:
-    """Makes vectors of token ids. Used on the asyncio thread; passes run on the device thread."""
+    """Makes vectors, scores and labels of token ids. Used on the asyncio thread; passes run on the device thread."""
 
     def __init__(
         self,
@@ -64,10 +68,11 @@ class Encoder:
         self._form: _Form | None = None  # found by the first request: it takes a forward
         self._bound: tuple[Adapter, LoraBinding] | None = None  # the newest; DoRA's takes a pass over the base
         self._settings = settings
+        self._folder = folder
         self._base: TaskSpec | None = None
         self._refusal, self._fault = NO_SPEC.format(model=model.name), _fault(model, folder)
         try:
-            self._base = _base_spec(folder, settings)
+            self._base = _base_spec(folder, settings, model.tokenizer)
         except ModelError as error:
             self._refusal = f"{model.name} makes no vectors: {error}"
         self._end_token = _end_token(model, folder, settings)
@@ -76,81 +81,108 @@ class Encoder:
     def vocabulary_size(self) -> int:
         return self._model.vocabulary_size
 
+    @property
+    def has_base_spec(self) -> bool:
+        """Whether the base itself makes something of texts."""
+        return self._base is not None
+
     def spec(self, model: str) -> TaskSpec:
-        """How `model` makes vectors: as its adapter says, else as the base. Raises UnknownModel, Unavailable."""
+        """What `model` makes of texts: as its adapter says, else as the base. Raises UnknownModel, Unavailable."""
         adapter = self._adapters.resolve(model)
         if self._fault is not None:
             raise Unavailable(self._fault)
-        spec = self._base if adapter is None or adapter.task is None else adapter.task
+        spec = self._base if adapter is None or adapter.spec is None else adapter.spec
         if spec is None:
             raise Unavailable(self._refusal)
-        if "last" in spec.pooling and self._end_token is None and self._settings.end_token is None:
+        is_last = spec.task == "embed" and "last" in spec.pooling
+        if is_last and self._end_token is None and self._settings.end_token is None:
             raise Unavailable(
                 f"{model} pools the last token, and the tokenizer of {self._model.name} ends texts by none; set "
                 "tasks.end_token=append, or none if the model was trained so"
             )
+        if spec.answers and not spec.template:
+            raise Unavailable(
+                f"{model} answers with a word, and nothing says the text that asks for it; set tasks.score_template to "
+                f"{' or '.join(FAMILIES)}, or to a text"
+            )
         return spec
 
-    def encode_text(self, text: str) -> tuple[int, ...]:
+    def encode_text(self, text: str, spec: TaskSpec) -> tuple[int, ...]:
         """Token ids of a text as the model reads it: with the tokenizer's special tokens, and its end token."""
-        tokens = self._model.tokenizer.encode(text)
-        end = self._end_token
+        tokens, end = self._model.tokenizer.encode(text), self.end_token(spec)
         return tokens if end is None or tokens[-1:] == (end,) else (*tokens, end)
+
+    def encode_pair(
+        self,
+        spec: TaskSpec,
+        query: str,
+        document: str,
+        *,
+        instruction: str | None = None,
+        limit: int,
+        document_limit: int | None = None,
+        cuts: bool = False,
+    ) -> tuple[tuple[int, ...], int]:
+        """See `pairs.encode_pair`."""
+        return encode_pair(
+            self._model.tokenizer,
+            spec,
+            query,
+            document,
+            instruction=instruction,
+            limit=limit,
+            document_limit=document_limit,
+            cuts=cuts,
+        )
 
     def end_token(self, spec: TaskSpec) -> int | None:
         """The token that every row has to end with; None: any."""
-        return self._end_token if "last" in spec.pooling else None
+        if spec == REWARD:
+            return self._model.tokenizer.end_token
+        return self._end_token if spec.task == "embed" else None
 
     async def encode(self, request: EncodeRequest) -> np.ndarray:
-        """Vectors (N, D), float32, in the order of the rows; cancelling the caller ends the work after a pass.
+        """Numbers (N, D), float32, in the order of the rows: vectors, or one number for each label.
 
-        Raises UnknownModel, Unavailable, InvalidRequest for `dimensions` that it was not trained for, EngineFull,
-        NotFinite.
+        Cancelling the caller ends the work after a pass. Raises UnknownModel, Unavailable, InvalidRequest for
+        `dimensions` that the model was not trained for, EngineFull, NotFinite.
         """
         if self._form is None:
-            self._form = await asyncio.wrap_future(self._device.call(partial(_form, self._model)))
+            self._form = await asyncio.wrap_future(
+                self._device.call(partial(_form, self._model, self._folder, self._base))
+            )
         spec, adapter = self.spec(request.model), self._adapters.resolve(request.model)
         _check_dimensions(request, spec, len(spec.pooling) * self._form.hidden)
         if self._num_waiting >= self._max_waiting:
             raise EngineFull(f"{self._num_waiting} requests for vectors wait; send this one again later")
         self._num_waiting += 1
         try:
-            units = self._units(request.rows, adapter, spec)
-            vectors_ND = await asyncio.wrap_future(self._device.encode(units))
+            units = self._units(request, adapter, spec, self._form)
+            numbers_ND = await asyncio.wrap_future(self._device.encode(units))
         finally:
             self._num_waiting -= 1
-        assert vectors_ND is not None, "encoding ends with the vectors"
-        if not np.isfinite(vectors_ND).all():
+        assert numbers_ND is not None, "encoding ends with the numbers"
+        if not np.isfinite(numbers_ND).all():
             raise NotFinite(f"{request.model} computes values that are not finite for one of the inputs")
-        vectors_ND = vectors_ND[:, : request.dimensions]
-        return normalized(vectors_ND) if request.normalizes and spec.normalizes else vectors_ND
+        if spec.task != "embed":
+            return activated(numbers_ND, spec.activation) if request.activates else numbers_ND
+        vectors_ND = numbers_ND[:, : request.dimensions]
+        return normalized(vectors_ND) if request.activates and spec.normalizes else vectors_ND
 
     def _units(
-        self, rows: Sequence[tuple[int, ...]], adapter: Adapter | None, spec: TaskSpec
+        self, request: EncodeRequest, adapter: Adapter | None, spec: TaskSpec, form: "_Form"
     ) -> Iterator[np.ndarray | None]:
-        """Yield None after each round of passes, all vectors last."""
-        lora = self._binding(adapter)
-        vectors: list[np.ndarray | None] = [None] * len(rows)
-        passes = make_passes([len(row) for row in rows], self._budget, self._streams.width)
-        for start in range(0, len(passes), self._streams.width):
-            chosen = passes[start : start + self._streams.width]
-            pooled = self._streams.run(lambda indices: self._pooled([rows[i] for i in indices], lora, spec), chosen)
-            mx.eval(pooled)
-            for indices, vectors_SD in zip(chosen, pooled, strict=True):
-                for index, vector_D in zip(indices, np.array(vectors_SD), strict=True):
-                    vectors[index] = vector_D
-            yield None
-        yield np.stack([vector for vector in vectors if vector is not None])
-
-    def _pooled(self, rows: Sequence[tuple[int, ...]], lora: LoraBinding | None, spec: TaskSpec) -> mx.array:
-        lengths = [len(row) for row in rows]
-        assert self._form is not None, "found before the first pass"
-        if self._form.packs:
-            tokens_M = np.concatenate([np.asarray(row, np.int32) for row in rows])
-            segments = [Segment(prompt=length) for length in lengths]
-            return pool(packed_hidden(self._model, mx.array(tokens_M), segments, lora), lengths, spec.pooling)
-        hidden = [self._model.hidden(mx.array([row]), self._model.make_cache(), lora)[0, ...] for row in rows]
-        return pool(mx.concatenate(hidden), lengths, spec.pooling)
+        head = form.head if adapter is None or adapter.head is None else Head(weight_LH=adapter.head)
+        passes = Passes(
+            model=self._model,
+            streams=self._streams,
+            spec=spec,
+            lora=self._binding(adapter),
+            head=None if spec.task == "embed" else head,
+            packs=form.packs,
+            budget=self._budget,
+        )
+        yield from passes.units(request.rows, request.first_lengths)
 
     def _binding(self, adapter: Adapter | None) -> LoraBinding | None:
         if adapter is None:
@@ -160,6 +192,19 @@ class Encoder:
         return self._bound[1]
 
 
+def activated(logits_NL: np.ndarray, activation: Activation) -> np.ndarray:
+    """Probabilities of logits, float32."""
+    if activation == "none":
+        return logits_NL
+    wide_NL = logits_NL.astype(np.float64)
+    if activation == "sigmoid":
+        probabilities_NL = np.exp(-np.logaddexp(0.0, -wide_NL))
+    else:
+        powers_NL = np.exp(wide_NL - wide_NL.max(axis=1, keepdims=True))
+        probabilities_NL = powers_NL / powers_NL.sum(axis=1, keepdims=True)
+    return np.asarray(probabilities_NL, np.float32)
+
+
 def normalized(vectors_ND: np.ndarray) -> np.ndarray:
     """Vectors of length 1, float32; zeros stay zeros. Each row's numbers are its own."""
     lengths_N1 = np.linalg.norm(vectors_ND.astype(np.float64), axis=1, keepdims=True)
@@ -167,13 +212,50 @@ def normalized(vectors_ND: np.ndarray) -> np.ndarray:
     return scaled_ND
 
 
-def _base_spec(folder: Path, settings: TaskSettings) -> TaskSpec | None:
+def _base_spec(folder: Path, settings: TaskSettings, tokenizer: ChatTokenizer) -> TaskSpec | None:
     """The spec by the settings, else by the files of the base. Raises ModelError."""
+    if settings.score_template is not None or settings.score_tokens:
+        if settings.pooling is not None:
+            raise ModelError("tasks.pooling makes vectors and tasks.score_template scores pairs; set one of the two")
+        return _score_spec(folder, settings, tokenizer)
     if settings.pooling is not None:
         spec: TaskSpec | None = TaskSpec(pooling=(settings.pooling,), source="tasks.pooling")
     else:
         spec = read_task_spec(folder)
     return replace(spec, dimensions=()) if spec is not None and settings.matryoshka else spec
+
+
+def _score_spec(folder: Path, settings: TaskSettings, tokenizer: ChatTokenizer) -> TaskSpec:
+    """The spec of a base that scores pairs by a template. Raises ModelError."""
+    if settings.score_template is None:
+        raise ModelError("tasks.score_tokens answer a text; set tasks.score_template, too")
+    family, found = family_of(settings.score_template), read_task_spec(folder)
+    prompts = {INSTRUCTION_PROMPT: family.instruction} if family.instruction else {}
+    source = f"tasks.score_template={settings.score_template}"[:100]
+    if found is not None and found.task != "embed" and not found.answers:
+        return replace(found, template=family.template, prompts=prompts, source=source)
+    words = settings.score_tokens or (() if found is not None and found.answers else family.answers)
+    if len(words) > 2 or not (words or (found is not None and found.answers)):
+        raise ModelError("tasks.score_tokens should be one or two words, such as [yes, no]")
+    answers = tuple(_answer(word, tokenizer) for word in words) or (found.answers if found is not None else ())
+    return TaskSpec(
+        task="score",
+        pooling=("last",),
+        activation="sigmoid",
+        labels=words[:1],
+        answers=answers,
+        template=family.template,
+        prompts=prompts,
+        normalizes=False,
+        source=source,
+    )
+
+
+def _answer(word: str, tokenizer: ChatTokenizer) -> int:
+    tokens = tokenizer.encode_more(word)
+    if len(tokens) != 1:
+        raise ModelError(f"tasks.score_tokens: {word[:100]!r} has {len(tokens)} tokens; an answer has one")
+    return tokens[0]
 
 
 def _end_token(model: SharedModel, folder: Path, settings: TaskSettings) -> int | None:
@@ -187,11 +269,11 @@ def _end_token(model: SharedModel, folder: Path, settings: TaskSettings) -> int 
 
 
 def _fault(model: SharedModel, folder: Path) -> str | None:
-    """Why neither the base nor any adapter makes vectors."""
-    if model.trunk_owner is None:
+    """Why neither the base nor any adapter makes anything of texts but more text."""
+    if model.trunk_owner is None and not model.is_encoder:
         return f"{model.name} cannot be split into trunk and head, so it has no hidden states to pool"
     try:
-        check_causal(folder)
+        check_attention(folder)
     except ModelError as error:
         return f"{model.name} makes no vectors: {error}"
     return None
@@ -199,22 +281,30 @@ def _fault(model: SharedModel, folder: Path) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """What only a forward shows."""
+    """What only a forward and the arrays of the folder show."""
 
     packs: bool
     hidden: int
+    head: Head | None
 
 
-def _form(model: SharedModel) -> _Form:
+def _form(model: SharedModel, folder: Path, spec: TaskSpec | None) -> _Form:
     hidden = model.hidden(mx.zeros((1, 1), mx.int32), model.make_cache(), None).shape[-1]
-    return _Form(can_pack(model), hidden)
+    head = None
+    if spec is not None and spec.task != "embed" and not spec.answers:
+        head = read_head(folder, json.loads((folder / "config.json").read_text()))
+        if len(head.weight_LH) != len(spec.labels):
+            raise ModelError(f"{folder} has a head of {len(head.weight_LH)} rows and names {len(spec.labels)} labels")
+    return _Form(can_pack(model), hidden, head)
 
 
 def _check_dimensions(request: EncodeRequest, spec: TaskSpec, size: int) -> None:
     """Raise InvalidRequest unless vectors of `size` numbers may be cut as the request asks."""
     asked = request.dimensions
-    if asked is None or asked == size:
+    if asked is None or (asked == size and spec.task == "embed"):
         return
+    if spec.task != "embed":
+        raise InvalidRequest(f"{request.model} makes no vectors, whose dimensions could be chosen", "dimensions")
     if asked > size:
         raise InvalidRequest(f"dimensions is {asked}, and vectors of {request.model} have {size}", "dimensions")
     if spec.dimensions is None:

@@ -16,3 +16,10 @@ class TaskSettings:
     has to end texts by a token if `last` is pooled."""
     matryoshka: bool = False
     """The model was trained for vectors that are cut short: any `dimensions` is accepted."""
+    score_template: str | None = None
+    """The text of a query and a document that the model scores: `qwen3_reranker` or another family of
+    `tasks/templates.py`, or a text with {query} and {document}, perhaps {instruction}; null: as the tokenizer joins two
+    texts."""
+    score_tokens: tuple[str, ...] = ()
+    """The words whose logits after that text are the score, the first one's minus the second one's, such as [yes, no];
+    empty: those of the family, or the head in the model's folder."""

@@ -16,7 +16,6 @@ from parallm.device.thread import DeviceThread
 from parallm.errors import AdapterError, CheckpointError, ParallmError
 from parallm.model.adapters.adapter import Adapter
 from parallm.model.adapters.files import read_adapter, write_exactly, write_mlx, write_peft
-from parallm.model.adapters.reward_head import is_reward_model
 from parallm.model.shared_model import SharedModel
 from parallm.trainer.context import TrainerContext
 from parallm.types import BEST
@@ -49,12 +48,7 @@ class Saver:
 
     async def save(self) -> Path:
         """Save the state after the last finished step. Returns the folder. Raises CheckpointError."""
-        state = self._make_state()
-        folder = await asyncio.wrap_future(self._device.call(lambda: self._checkpoints.save(state)))
-        self.num_saves += 1
-        self.saved_step = state.step
-        self._on_save(state.step)
-        return folder
+        return await self._write(self._checkpoints.save)
 
     async def save_as(self, name: str) -> Path:
         """Save it as a named checkpoint, which is never deleted. Raises CheckpointError."""
@@ -77,19 +71,27 @@ class Saver:
     async def rescue(self) -> None:
         """Save the steps before an error, if the disk allows."""
         try:
-            await self.save()
+            await self._write(self._checkpoints.rescue)
         except ParallmError as error:
             logger.error("the steps since the last checkpoint are lost: %s", error)
 
+    async def _write(self, write: Callable[[TrainingState], Path]) -> Path:
+        state = self._make_state()
+        folder = await asyncio.wrap_future(self._device.call(lambda: write(state)))
+        self.num_saves += 1
+        self.saved_step = state.step
+        self._on_save(state.step)
+        return folder
+
 
 def write_adapter(adapter: Adapter, folder: Path, model: SharedModel) -> None:
-    """Write `adapter` in mlx-lm's and PEFT's formats, a reward model in PEFT's only.
+    """Write `adapter` in mlx-lm's and PEFT's formats, one with a head in PEFT's only.
 
     PEFT's format is left out, with a warning, if transformers' names of the layers are unknown. Each folder is replaced
     whole. Raises CheckpointError for the first that the disk refuses.
     """
     depth = model.num_layers
-    if is_reward_model(adapter):
+    if adapter.head is not None:
         write = partial(write_exactly, num_layers=depth, base_name=model.name, base_sha256=model.sha256)
         _put(folder / "adapter", lambda path: write(adapter, path))
         return

@@ -1,7 +1,8 @@
 """`scripts/figures PREFIX...`: measures the figures whose names begin so, and shows each beside its bar.
 
-Ends with one line of JSON (figures, machine, commit), and with 1 if a figure falls short or was not measured. Without a
-prefix it measures everything that can be measured here. `--list` names all figures.
+Prints a line of JSON (figures, machine, commit) as soon as a figure is known, so that nothing is lost when it is
+stopped, and one with all of them at the end. Ends with 1 if a figure falls short or was not measured. Without a prefix
+it measures everything that can be measured here. `--list` names all figures.
 """
 
 import json
@@ -10,6 +11,7 @@ import sys
 import traceback
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 from bench.compare import print_table
@@ -80,7 +82,7 @@ def read_arguments() -> Namespace:
     )
     parser.add_argument("--quick", action="store_true", help="small sizes: does it run? Bars mean nothing then")
     parser.add_argument("--report", type=Path, help="a file for the table, the versions and the line of JSON")
-    parser.add_argument("--write", nargs="*", metavar="FILE", help="put the last lines of these files into MEASURED.md")
+    parser.add_argument("--write", nargs="*", metavar="FILE", help="put these files' lines of JSON into MEASURED.md")
     return parser.parse_args()
 
 
@@ -109,11 +111,16 @@ def measure_all(
     for one in measurements:
         print(f"== {one.name}, about {one.minutes:g} minutes", flush=True)
         try:
-            figures |= one.measure(request)
+            measured = one.measure(request)
+            for found in [measured] if isinstance(measured, dict) else measured:
+                known = {name: value for name, value in found.items() if figures.get(name) != value}
+                figures |= found
+                if known:
+                    print(json_line(known), flush=True)  # what was measured outlives a crash of the machine
         except Exception:  # noqa: BLE001  # whatever it was, the others are measured
             traceback.print_exc()
             failed.append(one.name)
-        if report:  # what was measured outlives a crash of the machine
+        if report:
             report.write_text(report_of([], failed, json_line(figures)))
     return figures, failed
 
@@ -133,8 +140,15 @@ def judged(
 
 
 def json_line(figures: Figures) -> str:
-    line = {"figures": figures, "machine": describe_machine(blas_name()), "commit": describe_commit()}
-    return json.dumps(line)
+    return json.dumps({"figures": figures, "machine": machine(), "commit": commit()})
+
+
+@cache
+def machine() -> str:
+    return describe_machine(blas_name())
+
+
+commit = cache(describe_commit)
 
 
 def report_of(rows: Sequence[tuple[str, str, str, str]], failed: Sequence[str], line: str) -> str:

@@ -1,7 +1,7 @@
 """Tables of measurements: the rows of the MEASURED.md files, which `scripts/figures --write` fills from lines of JSON.
 
-A row names its figures; what was measured, the bars, the machine and the commit are filled in once a line has all of
-them. Other rows stay as they are.
+A row names its figures; what was measured, the bars, the machine and the commit are filled in once the lines of one
+machine and commit have all of them. Other rows stay as they are.
 """
 
 import json
@@ -39,8 +39,8 @@ def figures_in(cell: str) -> list[str]:
 
 
 def write_tables(root: Path, outputs: Sequence[str]) -> None:
-    """Fill the rows of all tables below `root` with the last lines of these outputs. Says which rows."""
-    lines: list[dict[str, Any]] = [json.loads(output.strip().splitlines()[-1]) for output in outputs]
+    """Fill the rows of all tables below `root` with the lines of JSON in these outputs. Says which rows."""
+    lines = merged_lines(outputs)
     for file in tables(root):
         text = file.read_text()
         for line, cells in rows(text):
@@ -49,6 +49,18 @@ def write_tables(root: Path, outputs: Sequence[str]) -> None:
                     text = text.replace(line, new)
                     print(f"{file.relative_to(root)}: {cells[0]}")
         file.write_text(text)
+
+
+def merged_lines(outputs: Sequence[str]) -> list[dict[str, Any]]:
+    """One line for each machine and commit, with the latest value of each figure. A line that was cut off is none."""
+    merged: dict[tuple[str, str], dict[str, Any]] = {}
+    for output in outputs:
+        for text in output.splitlines(keepends=True):
+            if text.startswith('{"figures"') and text.endswith("}\n"):
+                line = json.loads(text)
+                found = merged.setdefault((line["machine"], line["commit"]), line | {"figures": {}})
+                found["figures"] |= {name: value for name, value in line["figures"].items() if value is not None}
+    return list(merged.values())
 
 
 def filled(cells: Sequence[str], line: dict[str, Any]) -> str:

@@ -8,15 +8,19 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import TypeVar
 
 from bench.processes import blas_name
 
 DEFAULT_PEERS = Path("~/.cache/parallm/peers").expanduser()
 Figures = dict[str, float | None]
+Measured = Figures | Iterator[Figures]
+"""All figures at the end, or some as soon as they are known; the latest value of each counts."""
+Result = TypeVar("Result", bound=Measured)
 NOT_JUDGED, SHORT, MISSING, MET = "not judged here", "FALLS SHORT", "NOT MEASURED", "ok"
 
 
@@ -86,7 +90,7 @@ class Measurement:
     name: str
     bars: Mapping[str, Bar]
     """By the name of the figure."""
-    measure: Callable[[Request], Figures]
+    measure: Callable[[Request], Measured]
     minutes: float
     needs: str
     """It does not run without this: model or gpu; empty: it runs everywhere."""
@@ -99,8 +103,8 @@ MEASUREMENTS: list[Measurement] = []
 
 def measurement(
     bars: Mapping[str, Bar], *, minutes: float, needs: str = "", is_quick_anywhere: bool = False
-) -> Callable[[Callable[[Request], Figures]], Callable[[Request], Figures]]:
-    def register(function: Callable[[Request], Figures]) -> Callable[[Request], Figures]:
+) -> Callable[[Callable[[Request], Result]], Callable[[Request], Result]]:
+    def register(function: Callable[[Request], Result]) -> Callable[[Request], Result]:
         MEASUREMENTS.append(
             Measurement(
                 name=function.__name__,

@@ -99,17 +99,26 @@ def work_in_parts(
     environment: Mapping[str, str] | None = None,
     **keywords: Any,
 ) -> Iterator[dict[str, Any]]:
-    """The results of a worker that yields one a part, as they come. It is killed after `limit` seconds."""
+    """The results of a worker that yields one a part, as they come, with the seconds that each took. It is killed after
+    `limit` seconds, and when nobody wants more."""
     variables = clean_environment() | (PEER if is_peer else {}) | (environment or {})
     command = worker_command(name, keywords, python)
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=variables) as process:
         clock = Timer(limit, process.kill)
         clock.start()
+        began = time.monotonic()
         assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith('{"'):  # a peer prints dicts of Python, too
-                yield json.loads(line)
-        clock.cancel()
+        try:
+            for line in process.stdout:
+                if line.startswith('{"'):  # a peer prints dicts of Python, too
+                    now = time.monotonic()
+                    yield json.loads(line) | {"took": round(now - began, 1)}
+                    began = now
+        except BaseException:
+            process.kill()
+            raise
+        finally:
+            clock.cancel()
     if process.returncode != 0:
         print(f"  {name} ended with {process.returncode}", file=sys.stderr, flush=True)
 

@@ -1,14 +1,14 @@
 """`scripts/figures` says what falls short, is missing or crashed, and ends with 1 then. With made-up measurements."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import bench.__main__ as command
 import pytest
 from bench import measurement
-from bench.measurement import Bar, Figures, Measurement, Request
+from bench.measurement import Bar, Figures, Measured, Measurement, Request
 
 BARS = {
     "parity": {"parity.max_abs": Bar(max=1e-4)},
@@ -28,10 +28,10 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     """Runs the command; its exit code, the rows of its table by name, and its last line."""
 
     def run_with(
-        figures: dict[str, Figures | None], *arguments: str, has_gpu: bool = False
+        figures: Mapping[str, Measured | None], *arguments: str, has_gpu: bool = False
     ) -> tuple[int, dict[str, list[str]], dict[str, Any]]:
-        def measure(name: str) -> Callable[[Request], Figures]:
-            def call(_: Request) -> Figures:
+        def measure(name: str) -> Callable[[Request], Measured]:
+            def call(_: Request) -> Measured:
                 found = figures.get(name, {})
                 if found is None:
                     raise KeyError("a worker has crashed")
@@ -100,6 +100,19 @@ def test_figures_about_a_gpu_are_measured_and_judged_where_there_is_one(run: Run
     assert run(GOOD | {"update": {"update.speed": 1.4}}, has_gpu=True)[0] == 0
     code, table, _ = run(GOOD | {"update": {"update.speed": 1.2}}, has_gpu=True)
     assert (code, table["update.speed"]) == (1, ["1.2", ">=", "1.3", "FALLS", "SHORT"])
+
+
+def test_figures_are_told_before_a_measurement_fails(run: Run) -> None:
+    def some() -> Iterator[Figures]:
+        yield {"memory.learner_over_base": 0.09, "memory.bar": 0.11}
+        yield {"memory.learner_over_base": 0.1}
+        raise KeyError("a worker has crashed")
+
+    code, table, line = run({**GOOD, "memory": some()})
+    assert code == 1
+    assert table["memory.learner_over_base"] == ["0.1", "<=", "0.11", "ok"]
+    assert table["memory.speed"] == ["-"]
+    assert line["figures"] == {"parity.max_abs": 1e-5, "memory.learner_over_base": 0.1, "memory.bar": 0.11}
 
 
 def test_prefixes_choose_the_figures(run: Run) -> None:

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from bench.measured import HEADER, bar_of, figures_in, rows, tables, write_tables
+from bench.measured import HEADER, bar_of, figures_in, merged_lines, rows, tables, write_tables
 from bench.measurement import bars, shown
 
 ROOT = Path(__file__).parents[2]
@@ -34,6 +34,17 @@ def test_a_row_is_filled_once_all_its_figures_are_there(tmp_path: Path) -> None:
     assert filled == f"| 8B: tokens/s | 2.34x | >= 2.1 | {figure} | H200 | 0123456 |"
     assert left == two
     assert file.read_text().endswith("The end.\n")
+
+
+def test_lines_of_one_machine_and_commit_are_merged() -> None:
+    """Those that a command printed until it was stopped, in the middle of a line."""
+    more = LINE | {"figures": {"engine.gpu.8b.b128.vs_batchgenerator": 2.5, "engine.gpu.8b.b1.vs_floor": 1.3}}
+    missing = LINE | {"figures": {"engine.gpu.8b.b1.vs_floor": None}}
+    other = LINE | {"commit": "fedcba", "figures": {"engine.gpu.8b.b1.vs_floor": 9.0}}
+    stopped = json.dumps(LINE | {"figures": {"engine.gpu.8b.b128.vs_batchgenerator": 7.0}})
+    outputs = [f"words\n{json.dumps(LINE)}\n{{'peer': 1}}\n", f"{json.dumps(more)}\n{json.dumps(missing)}\n"]
+    outputs += [f"{json.dumps(other)}\n{stopped}", f"{stopped[:40]}\n"]
+    assert [line["figures"] for line in merged_lines(outputs)] == [more["figures"], other["figures"]]
 
 
 @pytest.mark.parametrize(

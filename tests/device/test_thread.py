@@ -23,6 +23,7 @@ class Counter:
         self.failures: list[tuple[TrafficClass, str]] = []
         self.flushed: list[tuple[TrafficClass, int]] = []
         """Class, and the units of all classes that were done by then."""
+        self.num_unprepared = 0
 
     def has_work(self, traffic: TrafficClass) -> bool:
         return self.units.get(traffic, 0) > 0
@@ -35,6 +36,13 @@ class Counter:
 
     def flush(self, traffic: TrafficClass) -> None:
         self.flushed.append((traffic, len(self.done)))
+
+    def prepare(self) -> bool:
+        if self.num_unprepared:
+            self.num_unprepared -= 1
+            self.done.append("prepared")
+            return True
+        return False
 
     def fail(self, traffic: TrafficClass, error: Exception) -> None:
         self.units[traffic] = 0
@@ -193,6 +201,25 @@ def test_a_class_is_flushed_before_another_kind_of_work_begins(device: DeviceThr
         if one != other:
             assert (one, place) in worker.flushed
     assert all(worker.done[place - 1] == traffic for traffic, place in worker.flushed)
+
+
+def test_a_worker_prepares_while_it_has_no_work(device: DeviceThread) -> None:
+    worker = Counter({})
+    worker.num_unprepared = 3
+    device.attach(worker)
+    deadline = time.monotonic() + 5
+    while worker.num_unprepared and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert worker.done == ["prepared"] * 3
+    worker.num_unprepared = 10**9
+    worker.units["serving"] = 5
+    device.wake()
+    while worker.units["serving"] and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert worker.done[-1] in ("prepared", "serving")
+    first = worker.done.index("serving")
+    assert worker.done[first : first + 5] == ["serving"] * 5, "requests come first"
+    assert device.call(lambda: 4).result(5) == 4, "and calls do not wait for the end"
 
 
 def test_a_failure_to_flush_is_that_of_the_class_that_is_flushed(device: DeviceThread) -> None:

@@ -1,7 +1,7 @@
 """Rollout engines without processes: the pool with engines of a few lines, the checks, the host with a small model."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -131,14 +131,15 @@ def test_an_error_of_the_request_itself_is_raised_and_the_others_are_aborted() -
 
     waiting = Engine("waiting")
 
-    async def main() -> None:
-        pool = EnginePool([Refusing("refusing", capacity=3), waiting])
-        with pytest.raises(InvalidRequest):
-            async with asyncio.timeout(5):
-                async for _ in pool.completions([request(str(number)) for number in range(4)]):
-                    pass
+    pool = EnginePool([Refusing("refusing", capacity=3), waiting])
 
-    asyncio.run(main())
+    async def main() -> None:
+        async with asyncio.timeout(5):
+            async for _ in pool.completions([request(str(number)) for number in range(4)]):
+                pass
+
+    with pytest.raises(InvalidRequest):
+        asyncio.run(main())
     assert waiting.num_taken == 0
 
 
@@ -243,8 +244,9 @@ class Memory:
     num_resets: int = 0
 
     def stats(self) -> EngineStats:
-        names = EngineStats.__dataclass_fields__
-        return EngineStats(**{**dict.fromkeys(names, 0), "tokens_total": {}, "max_rows": 8})
+        names = dict.fromkeys(EngineStats.__dataclass_fields__, 0)
+        values: dict[str, Any] = {**names, "tokens_total": {}, "max_rows": 8}
+        return EngineStats(**values)
 
     async def reset_caches(self) -> None:
         self.num_resets += 1
@@ -364,7 +366,12 @@ def test_operators_and_trainers_leave_each_others_names_alone(
         device, model, host._kept, root=None, max_bytes=10**6, max_names=8, start=start, owner=host.owner
     )
     asyncio.run(host.join(facts(model), is_paused=False))
-    for change in (store.promote("policy", 0), store.upload("policy", b""), store.set_alias("a", "policy", 1)):
+    changes: list[Coroutine[Any, Any, object]] = [
+        store.promote("policy", 0),
+        store.upload("policy", b""),
+        store.set_alias("a", "policy", 1),
+    ]
+    for change in changes:
         with pytest.raises(AdapterError, match="policy is trained by node:run"):
             asyncio.run(change)
     host._kept.state = ServingState(highest=MappingProxyType({"poet": 1}))

@@ -2,16 +2,20 @@
 
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import mlx.core as mx
 import pytest
 from mlx_lm.models.llama import Model, ModelArgs
 from mlx_lm.utils import load_tokenizer
 
+from parallm.device.streams import DeviceStreams
 from parallm.engine.engine import Engine
 from parallm.engine.kernel_list import engine_kernels
+from parallm.engine.kv.paged_cache import PagedCache
+from parallm.engine.paged_memory import PagedMemory
 from parallm.engine.settings import EngineSettings
-from parallm.learner.kernel_list import learner_kernels
+from parallm.learner.kernel_list import learner_kernels, packed_kernels
 from parallm.model import load
 from parallm.model.adapters.adapter import Adapter
 from parallm.model.adapters.table import AdapterTable
@@ -99,6 +103,39 @@ def test_an_engine_launches_what_is_listed(
     assert len(launched) > 15, "a list of a few kernels would not do"
 
 
+@pytest.mark.parametrize("is_prepared", [True, False])
+def test_a_prepared_engine_builds_no_step_for_a_request(
+    is_prepared: bool,
+    model: SharedModel,
+    streams: DeviceStreams,
+    make_engine: Callable[..., Engine],
+    ask: Callable[..., GenerationRequest],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(streams, "handles", streams.handles[:1])  # as a GPU has
+    engine = make_engine(model, settings=EngineSettings(max_rows=64))
+    assert isinstance(engine.memory, PagedMemory)
+    num_prepared = 0
+    while is_prepared and engine.prepare():
+        num_prepared += 1
+    built: list[int] = []
+    hidden = SharedModel.hidden
+
+    def noted(self: SharedModel, tokens_BT: mx.array, cache: Any, lora: Any) -> mx.array:
+        if isinstance(cache[0], PagedCache):
+            built.append(tokens_BT.shape[0])
+        return hidden(self, tokens_BT, cache, lora)
+
+    monkeypatch.setattr(SharedModel, "hidden", noted)
+    for rows in (1, 2, 7, 30, 60):
+        for row in range(rows):
+            engine.add(ask(f"{rows}-{row}", [1, 2, 3] * (1 + 20 * row % 300), 3 + row % 2), False)
+        while step(engine):
+            pass
+    assert num_prepared == (24 if is_prepared else 0), "8 numbers of rows, 3 widths of tables"
+    assert bool(built) != is_prepared, built
+
+
 def test_a_learner_needs_attention_and_scores_in_both_directions(
     model: SharedModel, launched: dict[Specialization, None], random_adapter: Callable[..., Adapter]
 ) -> None:
@@ -108,6 +145,13 @@ def test_a_learner_needs_attention_and_scores_in_both_directions(
     assert {"flash_attention", "flash_attention_queries", "rotate", "token_scores", "swiglu"} <= set(names)
     assert {"token_scores_gradient", "swiglu_gradient", "gather_rows_gradient"} <= set(names)
     assert names.count("flash_attention_keys") == 2
+
+
+def test_vectors_need_attention_forward(model: SharedModel, launched: dict[Specialization, None]) -> None:
+    names = [name for name, _ in packed_kernels(model)]
+    assert launched == {}
+    assert {"flash_attention", "rotate", "swiglu"} <= set(names)
+    assert not any("gradient" in name or name in ("flash_attention_queries", "flash_attention_keys") for name in names)
 
 
 def test_a_cpu_needs_no_kernels(

@@ -97,6 +97,19 @@ def test_cuda_unpacks_weights_for_products_of_many_rows(
         monkeypatch.setattr(quantized, "unpacked", unpacked.side_effect)
 
 
+def test_cuda_multiplies_the_rows_of_a_step_as_one_matrix(
+    tiny_quantized: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = load(tiny_quantized("llama", bits=4), "packed").base.layers[0].mlp.up_proj.linear
+    monkeypatch.setattr(quantized, "on_cuda", lambda: True)
+    product = Mock(side_effect=mx.quantized_matmul)
+    monkeypatch.setattr(mx, "quantized_matmul", product)
+    x = mx.random.normal((4, 1, layer.weight.shape[1] * 8))
+    found, expected = layer(x), nn.QuantizedLinear.__call__(layer, x)
+    assert mx.array_equal(found, expected)
+    assert [call.args[0].ndim for call in product.call_args_list] == [2, 3]
+
+
 def test_a_backward_keeps_no_unpacked_weights(tmp_path: Path) -> None:
     convert(str(NANO), str(tmp_path / "nano"), quantize=True, q_bits=4, q_group_size=32)
     model = load(tmp_path / "nano", "packed")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from parallm.errors import ModelError
-from parallm.model.task_spec import adds_end_token, check_causal, from_json, read_task_spec, to_json
+from parallm.model.task_spec import adds_end_token, check_attention, from_json, read_task_spec, to_json
 from parallm.types import TaskSpec
 
 CHAIN = ("Transformer", "Pooling", "Normalize")
@@ -117,8 +117,8 @@ def test_files_outside_of_the_folder_are_not_read(tmp_path: Path) -> None:
 )
 def test_a_model_that_looks_ahead_is_refused(tmp_path: Path, config: dict[str, Any]) -> None:
     with pytest.raises(ModelError, match="not causal"):
-        check_causal(write(tmp_path, config=config))
-    check_causal(write(tmp_path, config={"architectures": ["Qwen3ForCausalLM"]}))
+        check_attention(write(tmp_path, config=config))
+    check_attention(write(tmp_path, config={"architectures": ["Qwen3ForCausalLM"]}))
 
 
 def test_the_end_token_that_the_tokenizer_should_add(tmp_path: Path) -> None:

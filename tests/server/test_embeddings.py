@@ -33,7 +33,7 @@ class LengthEncoder:
             raise UnknownModel(f"no model {model}")
         return self.found
 
-    def encode_text(self, text: str) -> tuple[int, ...]:
+    def encode_text(self, text: str, spec: TaskSpec) -> tuple[int, ...]:
         return (*map(ord, text), *(() if self.end is None else (self.end,)))
 
     def end_token(self, spec: TaskSpec) -> int | None:
@@ -116,7 +116,7 @@ def test_a_name_is_answered_by_a_version_that_is_told(
 
 def test_what_the_encoder_needs_to_know_reaches_it(embed: Embed, encoder: LengthEncoder) -> None:
     embed(input="a", dimensions=2, use_activation=False, user="me")
-    assert encoder.requests == [EncodeRequest(model="base", rows=((97,),), dimensions=2, normalizes=False)]
+    assert encoder.requests == [EncodeRequest(model="base", rows=((97,),), dimensions=2, activates=False)]
 
 
 def test_prompts_stand_before_texts(embed: Embed, encoder: LengthEncoder) -> None:
@@ -147,7 +147,7 @@ def test_only_a_request_that_asks_for_it_is_cut_and_the_end_token_stays(
 def test_a_very_long_text_that_is_cut_is_not_encoded_whole(embed: Embed, encoder: LengthEncoder) -> None:
     longest = 0
 
-    def encode_text(text: str) -> tuple[int, ...]:
+    def encode_text(text: str, spec: TaskSpec) -> tuple[int, ...]:
         nonlocal longest
         longest = max(longest, len(text))
         return tuple(map(ord, text))

@@ -1,11 +1,9 @@
 """Vectors of small models against unpacked forwards, pooled by numpy."""
 
-import asyncio
 import json
 import random
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,6 @@ from parallm.errors import EngineFull, InvalidRequest, NotFinite, Unavailable
 from parallm.learner.passes.packing import Segment, packed_hidden
 from parallm.model.adapters.adapter import Adapter
 from parallm.model.adapters.files import read_adapter, write_exactly
-from parallm.model.adapters.table import AdapterTable
 from parallm.model.load import load_shared_model
 from parallm.model.lora.dora import lora_scaling
 from parallm.model.lora.single import single_lora
@@ -27,67 +24,18 @@ from parallm.model.settings import LoraSettings, ModelSettings
 from parallm.model.shared_model import SharedModel
 from parallm.tasks.encoder import Encoder
 from parallm.tasks.settings import TaskSettings
-from parallm.types import EncodeRequest, Pooling, TaskSpec
+from parallm.types import Pooling, TaskSpec
 from tests.conftest import BLAS
 from tests.learner.conftest import build_start
 from tests.model.test_task_spec import write
+from tests.tasks.conftest import MEAN, Row, encode
 
-MEAN = TaskSettings(pooling="mean", matryoshka=True)
 LENGTHS = (7, 1, 30, 12, 12, 2, 45, 3)
-Row = tuple[int, ...]
-
-
-class Device:
-    """Runs everything at once, in the thread of the test."""
-
-    def call(self, function: Callable[[], Any]) -> Future[Any]:
-        return self.encode(iter([function()]))
-
-    def encode(self, units: Iterator[Any]) -> Future[Any]:
-        future: Future[Any] = Future()
-        self.units = list(units)
-        future.set_result(self.units[-1])
-        return future
 
 
 def make_rows(lengths: Sequence[int], seed: int = 5) -> list[Row]:
     chance = random.Random(seed)
     return [tuple(chance.randrange(3, 380) for _ in range(length)) for length in lengths]
-
-
-@pytest.fixture
-def make_encoder(
-    tiny_model: Callable[[str], Path], load_tiny: Callable[..., SharedModel], streams: DeviceStreams
-) -> Callable[..., Encoder]:
-    def make(
-        architecture: str = "llama",
-        settings: TaskSettings = MEAN,
-        *,
-        adapters: Sequence[Adapter] = (),
-        folder: Path | None = None,
-        unit_tokens: int = 64,
-        max_waiting: int = 9,
-        model: SharedModel | None = None,
-    ) -> Encoder:
-        table = AdapterTable()
-        for adapter in adapters:
-            table.publish(adapter)
-        return Encoder(
-            Device(),  # type: ignore[arg-type]
-            streams,
-            model or load_tiny(architecture),
-            table,
-            settings,
-            folder or tiny_model(architecture),
-            unit_tokens=unit_tokens,
-            max_waiting=max_waiting,
-        )
-
-    return make
-
-
-def encode(encoder: Encoder, rows: Sequence[Row], model: str = "base", **fields: Any) -> np.ndarray:
-    return asyncio.run(encoder.encode(EncodeRequest(model=model, rows=tuple(rows), **fields)))
 
 
 def by_hand(model: SharedModel, rows: Sequence[Row], pooling: Pooling, adapter: Adapter | None = None) -> np.ndarray:
@@ -147,7 +95,7 @@ def test_units_are_bounded(make_encoder: Callable[..., Encoder], streams: Device
 
 def test_vectors_are_cut_and_made_of_length_one_again(make_encoder: Callable[..., Encoder]) -> None:
     encoder, rows = make_encoder(), make_rows(LENGTHS)
-    whole, raw = encode(encoder, rows, dimensions=64), encode(encoder, rows, normalizes=False)
+    whole, raw = encode(encoder, rows, dimensions=64), encode(encoder, rows, activates=False)
     assert (whole == encode(encoder, rows)).all()
     expected = raw[:, :10] / np.linalg.norm(raw[:, :10], axis=1, keepdims=True)
     assert encode(encoder, rows, dimensions=10) == pytest.approx(expected, abs=1e-6)
@@ -220,14 +168,17 @@ def test_the_last_token_has_to_be_known(
     with pytest.raises(Unavailable, match=r"tasks\.end_token=append"):
         make_encoder(settings=TaskSettings(pooling="last")).spec("base")
     none = make_encoder(settings=TaskSettings(pooling="last", end_token="none"))
-    assert (none.encode_text("2 + 3"), none.end_token(none.spec("base"))) == (plain, None)
+    assert (none.encode_text("2 + 3", none.spec("base")), none.end_token(none.spec("base"))) == (plain, None)
     appends = make_encoder(settings=TaskSettings(pooling="last", end_token="append"))
-    assert (appends.encode_text("2 + 3"), appends.end_token(appends.spec("base"))) == ((*plain, end), end)
+    assert (appends.encode_text("2 + 3", appends.spec("base")), appends.end_token(appends.spec("base"))) == (
+        (*plain, end),
+        end,
+    )
 
     folder = copied(tiny_model("llama"), tmp_path / "model")
     (folder / "tokenizer_config.json").write_text(json.dumps({"add_eos_token": True}))
     told = make_encoder(settings=TaskSettings(pooling="last"), folder=folder)
-    assert told.encode_text("2 + 3") == (*plain, end)
+    assert told.encode_text("2 + 3", told.spec("base")) == (*plain, end)
 
 
 def test_a_tokenizer_that_ends_texts_itself_is_followed(
@@ -246,8 +197,8 @@ def test_a_tokenizer_that_ends_texts_itself_is_followed(
     model = load_shared_model(ModelSettings(path=str(folder), lora=LoraSettings(rank=4)))
     encoder = make_encoder(settings=TaskSettings(pooling="last"), folder=folder, model=model)
     assert encoder.end_token(encoder.spec("base")) == pad != model.tokenizer.end_token
-    assert encoder.encode_text("2 + 3") == model.tokenizer.encode("2 + 3")
-    assert encoder.encode_text("2 + 3")[-1] == pad
+    assert encoder.encode_text("2 + 3", encoder.spec("base")) == model.tokenizer.encode("2 + 3")
+    assert encoder.encode_text("2 + 3", encoder.spec("base"))[-1] == pad
 
 
 def test_an_adapter_that_sentence_transformers_saved_says_itself_how_it_pools(
@@ -270,7 +221,7 @@ def test_an_adapter_that_sentence_transformers_saved_says_itself_how_it_pools(
 
 
 def test_what_is_not_finite_is_an_error(make_encoder: Callable[..., Encoder], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("parallm.tasks.encoder.pool", lambda hidden, lengths, _: mx.full((len(lengths), 64), mx.nan))
+    monkeypatch.setattr("parallm.tasks.passes.pool", lambda hidden, lengths, _: mx.full((len(lengths), 64), mx.nan))
     with pytest.raises(NotFinite):
         encode(make_encoder(), make_rows([3]))
 

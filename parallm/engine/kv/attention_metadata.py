@@ -15,6 +15,7 @@ import mlx.core as mx
 from parallm.engine.kv.shapes import EMPTY
 from parallm.model.kernels.cuda import MIN_ON_DEVICE, interned_array, on_cuda
 from parallm.model.kernels.decode_attention import RotaryAngles
+from parallm.model.kernels.paged_attention import PagePlan, plan_pages
 from parallm.model.kernels.rotary import Rotation
 
 COPY_COST = 3
@@ -115,6 +116,7 @@ class AttentionMetadata:
         self.read_slots: slice | mx.array = slice(0, slots_S.shape[0]) if self.is_contiguous else slots_S
         """The slots whose keys and values the step reads."""
         self._rotary: dict[Rotation, RotaryAngles] = {}
+        self._plans: dict[tuple[int, int, int], PagePlan] = {}
         self._masks: list[tuple[mx.array, int]] = []  # masks that this step's `mask` returned, with their windows
         self._span_masks: dict[int, mx.array] = {}  # the same by slot, by their index in `_masks`
 
@@ -124,6 +126,15 @@ class AttentionMetadata:
             angles_BP2 = rotation.angles(self.lengths_B)
             self._rotary[rotation] = RotaryAngles(angles=angles_BP2, traditional=rotation.traditional)
         return self._rotary[rotation]
+
+    def page_plan(self, query_heads: int, key_heads: int, window: int) -> PagePlan:
+        """The pages that rows see, whose tables stand in place of slots: listed once for all layers."""
+        key = query_heads, key_heads, window
+        if key not in self._plans:
+            self._plans[key] = plan_pages(
+                self.slots_B, self.lengths_B, query_heads=query_heads, key_heads=key_heads, window=window
+            )
+        return self._plans[key]
 
     def mask(self, window_size: int | None, return_array: bool) -> mx.array | None:
         """Positions that each row may see, (B, 1, 1, L); None where all may see all."""

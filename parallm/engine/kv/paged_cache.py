@@ -14,6 +14,7 @@ from typing import Any
 import mlx.core as mx
 
 from parallm.engine.kv.attention_metadata import AttentionMetadata
+from parallm.model.kernels import paged_attention
 from parallm.model.kernels.cuda import has_kernels, listed_kernels
 from parallm.model.kernels.decode_attention import append_and_attend, fits
 from parallm.model.kernels.page_write import PAGE
@@ -21,6 +22,8 @@ from parallm.model.patches.forward import OwnCache
 from parallm.model.patches.rotary import before_rotation
 from parallm.model.shared_model import SharedModel
 
+ON_TENSOR_CORES = False
+"""Whether steps take `paged_attention`: not until it has been measured."""
 Pool = tuple[mx.array, mx.array]
 """Keys and values of a layer, (P, H, T, D) each."""
 
@@ -79,6 +82,12 @@ class PagedCache(OwnCache):
         self.num_attended += 1
         keys_PHTD, values_PHTD = self._pool
         queries, keys, rotation = before_rotation(queries, keys, self._metadata.lengths_B, keys_PHTD.dtype)
+        rotary = None if rotation is None else self._metadata.rotary(rotation)
+        if ON_TENSOR_CORES:
+            plan = self._metadata.page_plan(queries.shape[1], keys.shape[1], window)
+            return paged_attention.append_and_attend(
+                queries, keys, values, keys_PHTD, values_PHTD, plan, scale=scale, rotary=rotary
+            )
         return append_and_attend(
             queries,
             keys,
@@ -89,7 +98,7 @@ class PagedCache(OwnCache):
             self._metadata.lengths_B,
             scale=scale,
             window=window,
-            rotary=None if rotation is None else self._metadata.rotary(rotation),
+            rotary=rotary,
         )
 
 

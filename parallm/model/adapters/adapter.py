@@ -22,6 +22,10 @@ Key = tuple[str, int]
 CHECKSUM_FACTORS = (0x9E3779B1, 0x85EBCA77)
 REWARD_HEAD = "reward_head"
 """Array of a reward model, (hidden,): a completion's score is its product with the hidden state of the last token."""
+HEAD = "head"
+"""Array of an adapter that scores or classifies texts, (labels, hidden); `Adapter.task` names the labels."""
+HEADS = frozenset({REWARD_HEAD, HEAD})
+REWARD = TaskSpec(task="score", pooling=("last",), source="learner=reward_model")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,11 +59,22 @@ class Adapter:
     targets: tuple[str, ...]
     """Module paths, sorted, e.g. "model.layers.0.self_attn.q_proj"."""
     arrays: Mapping[str, mx.array]
-    """`{target}.lora_a` (inputs, rank), `.lora_b` (rank, outputs), for DoRA `.m` (outputs,); REWARD_HEAD; float32."""
+    """`{target}.lora_a` (inputs, rank), `.lora_b` (rank, outputs), for DoRA `.m` (outputs,); of `HEADS`; float32."""
     digest: str
     """Digest of the arrays alone: equal for equal weights, whatever their version."""
     task: TaskSpec | None = None
-    """How it makes vectors of texts; None: it writes text."""
+    """What it makes of texts, as its files say; None: it writes text, or is a reward model."""
+
+    @property
+    def spec(self) -> TaskSpec | None:
+        """What it makes of texts; None: it writes text."""
+        return REWARD if self.task is None and REWARD_HEAD in self.arrays else self.task
+
+    @property
+    def head(self) -> mx.array | None:
+        """The head (labels, hidden), if it has one."""
+        reward_head_H = self.arrays.get(REWARD_HEAD)
+        return self.arrays.get(HEAD) if reward_head_H is None else reward_head_H[None]
 
     @property
     def key(self) -> Key:
@@ -145,7 +160,7 @@ def with_arrays(
 
 def _checked(adapter: Adapter, checksums: Checksums | None) -> Adapter:
     single = {key: adapter.arrays[key].astype(mx.float32) for key in sorted(adapter.arrays)}
-    targets = tuple(sorted({key.rpartition(".")[0] for key in single if key != REWARD_HEAD}))
+    targets = tuple(sorted({key.rpartition(".")[0] for key in single if key not in HEADS}))
     check_arrays(targets, single, {target: adapter.ranks.get(target, adapter.rank) for target in targets})
     mx.eval(single)
     made = replace(
@@ -172,12 +187,12 @@ def check_arrays(targets: tuple[str, ...], arrays: Mapping[str, mx.array], ranks
     if scaled and len(scaled) < len(targets):
         lacking = next(target for target in targets if f"{target}.m" not in arrays)
         raise AdapterError(f"{lacking} lacks its magnitudes m, which {len(scaled)} other targets have (DoRA)")
-    names = {f"{target}.{part}" for target in targets for part in ("lora_a", "lora_b", "m")} | {REWARD_HEAD}
+    names = {f"{target}.{part}" for target in targets for part in ("lora_a", "lora_b", "m")} | HEADS
     if extra := sorted(set(arrays) - names):
         raise AdapterError(f"{extra[0]} is no adapter array; names end with .lora_a, .lora_b or .m")
-    head = arrays.get(REWARD_HEAD)
-    if head is not None and head.ndim != 1:
-        raise AdapterError(f"{REWARD_HEAD} has shape {head.shape}; it must be one number for each hidden one")
+    for name, ndim, axes in ((REWARD_HEAD, 1, "(hidden,)"), (HEAD, 2, "(labels, hidden)")):
+        if name in arrays and arrays[name].ndim != ndim:
+            raise AdapterError(f"{name} has shape {arrays[name].shape}; it must be {axes}")
 
 
 def _check_target(target: str, arrays: Mapping[str, mx.array], rank: int) -> None:

@@ -13,7 +13,7 @@ import mlx.core as mx
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from parallm.errors import AdapterError
-from parallm.model.adapters.adapter import REWARD_HEAD, Adapter
+from parallm.model.adapters.adapter import Adapter
 from parallm.model.adapters.module_names import check_keys, layered_names, outside_layers, to_pattern
 
 CONFIG = "adapter_config.json"
@@ -78,7 +78,7 @@ class PeftConfig(_Config):
     init_lora_weights: bool | str | None = True
 
     @property
-    def has_reward_head(self) -> bool:
+    def has_head(self) -> bool:
         return self.task_type == "SEQ_CLS" and set(self.modules_to_save or ()) <= PEFT_HEADS
 
 
@@ -119,7 +119,7 @@ def _parsed(kind: type[ConfigType], values: Mapping[str, Any]) -> ConfigType:
 
 def _check_supported(config: PeftConfig, values: Mapping[str, Any]) -> None:
     for key, why in PEFT_REFUSED.items():
-        if values.get(key) and not (key == "modules_to_save" and config.has_reward_head):
+        if values.get(key) and not (key == "modules_to_save" and config.has_head):
             raise AdapterError(f"{key} in {CONFIG} is {_shown(values[key])}: {why}")
     start = config.init_lora_weights
     if isinstance(start, str) and start.lower().startswith(CHANGING_THE_BASE):
@@ -181,10 +181,10 @@ def peft_config(adapter: Adapter, base_name: str, modules: Mapping[str, str]) ->
     layered = None if is_wrapped or outside_layers(targets) else layered_names(targets)
     ranks = {modules[target]: rank for target, rank in adapter.ranks.items()}
     alphas = {modules[target]: _whole(alpha) for target, alpha in adapter.alphas.items()}
-    is_reward_model = REWARD_HEAD in adapter.arrays
+    has_head = adapter.head is not None
     return {
         "peft_type": "LORA",
-        "task_type": "SEQ_CLS" if is_reward_model else "CAUSAL_LM",
+        "task_type": "SEQ_CLS" if has_head else "CAUSAL_LM",
         "base_model_name_or_path": base_name,
         "r": adapter.rank,
         "lora_alpha": _whole(adapter.alpha),
@@ -197,7 +197,7 @@ def peft_config(adapter: Adapter, base_name: str, modules: Mapping[str, str]) ->
         "use_rslora": adapter.rslora,
         "use_dora": adapter.is_dora,
         "bias": "none",
-        "modules_to_save": ["score"] if is_reward_model else None,
+        "modules_to_save": ["score"] if has_head else None,
         "fan_in_fan_out": False,
         "inference_mode": True,
     }

@@ -1,8 +1,8 @@
 """Adapters on disk, in mlx-lm's and in PEFT's format, LoRA and DoRA, both written and read.
 
-A reward model is written in PEFT's format alone, as transformers' models for sequence classification have it: one
-number for each sequence, read at its last token. Full fine-tunes, adapted embeddings or experts, and pickled PyTorch
-files are refused by name.
+Adapters with a head are written in PEFT's format alone, as transformers' models for sequence classification have it: a
+number for each label of a sequence, read at its last token. Full fine-tunes, adapted embeddings or experts, and pickled
+PyTorch files are refused by name.
 """
 
 import json
@@ -17,7 +17,7 @@ from typing import Any, cast
 import mlx.core as mx
 
 from parallm.errors import AdapterError, ModelError
-from parallm.model.adapters.adapter import REWARD_HEAD, Adapter, arrays_digest, make_adapter
+from parallm.model.adapters.adapter import HEAD, HEADS, REWARD_HEAD, Adapter, arrays_digest, make_adapter
 from parallm.model.adapters.configs import (
     CONFIG,
     MlxConfig,
@@ -29,8 +29,8 @@ from parallm.model.adapters.configs import (
 )
 from parallm.model.adapters.module_names import left_out_by_peft, modules_of, names_to_read, values_by_name
 from parallm.model.lora.targets import ROUTERS
-from parallm.model.task_spec import from_json, read_task_spec, to_json
-from parallm.types import POLICY
+from parallm.model.task_spec import from_json, head_spec, read_task_spec, to_json
+from parallm.types import POLICY, TaskSpec
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ Arrays = Mapping[str, mx.array]
 
 def check_fit(adapter: Adapter, targets: Mapping[str, tuple[int, int]]) -> None:
     """Raise AdapterError unless every array fits a target of the base (target -> inputs, outputs)."""
-    for name in sorted(adapter.arrays.keys() - {REWARD_HEAD}):
+    for name in sorted(adapter.arrays.keys() - HEADS):
         target, _, part = name.rpartition(".")
         shape = adapter.arrays[name].shape
         if target not in targets:
@@ -80,14 +80,22 @@ def _from_mlx(config: MlxConfig, arrays: Arrays, metadata: Mapping[str, str], id
 
 
 def _from_peft(
-    config: PeftConfig, tensors: Arrays, model_type: str, identity: Mapping[str, Any], *, is_ours: bool
+    config: PeftConfig,
+    tensors: Arrays,
+    model_type: str,
+    identity: Mapping[str, Any],
+    *,
+    is_ours: bool,
+    is_classifier: bool,
 ) -> Adapter:
+    """`is_classifier`: a head of one row is no reward model's."""
     modules: dict[str, str] = {}
     arrays = from_peft_names(tensors, model_type, is_ours=is_ours, modules=modules)
     for name in arrays.keys() & tensors.keys():
-        if not (config.has_reward_head and PEFT_HEAD.fullmatch(name)):
+        if not (config.has_head and PEFT_HEAD.fullmatch(name)):
             raise AdapterError(f"it holds {name}, which is no lora_A, lora_B or magnitude of a linear layer")
-        arrays[REWARD_HEAD] = _one_score(arrays.pop(name))
+        head = arrays.pop(name)
+        arrays |= {HEAD: head} if is_classifier or head.shape[0] != 1 else {REWARD_HEAD: mx.contiguous(head[0])}
     _check_magnitudes(arrays, config.use_dora)
     ranks = values_by_name(config.rank_pattern or {}, modules.values())
     alphas = values_by_name(config.alpha_pattern or {}, modules.values())
@@ -125,12 +133,6 @@ def from_peft_names(
     return arrays
 
 
-def _one_score(tensor: mx.array) -> mx.array:
-    if tensor.ndim != 2 or tensor.shape[0] != 1:
-        raise AdapterError(f"it classifies with a head of shape {tensor.shape}; a reward model has (1, hidden)")
-    return mx.contiguous(tensor[0])
-
-
 def _check_experts(arrays: Arrays) -> None:
     """mlx-lm adapts all experts of a layer as one array of three axes."""
     experts = next((name for name, array in arrays.items() if name.endswith(".lora_a") and array.ndim == 3), None)
@@ -160,10 +162,10 @@ def write_mlx(adapter: Adapter, folder: Path, *, num_layers: int) -> None:
     """Write what `mlx_lm.load(..., adapter_path=folder)` reads; `num_layers` is the depth of the base.
 
     The format has one rank and one scale: smaller ranks are padded with zeros, and other scales multiplied into B.
-    Raises AdapterError for a reward model, OSError if the disk does not take it.
+    Raises AdapterError for an adapter with a head, OSError if the disk does not take it.
     """
-    if REWARD_HEAD in adapter.arrays:
-        raise AdapterError("mlx-lm knows no reward models: write this one in PEFT's format, formats=[peft]")
+    if adapter.head is not None:
+        raise AdapterError("mlx-lm knows no heads of adapters: write this one in PEFT's format, formats=[peft]")
     folder.mkdir(parents=True, exist_ok=True)
     config, arrays = mlx_config(adapter, num_layers), adapter.arrays
     metadata = {"format": "mlx"} | _metadata(adapter)
@@ -192,7 +194,7 @@ def write_peft(adapter: Adapter, folder: Path, base_name: str, base_sha256: str 
 
 def write_exactly(adapter: Adapter, folder: Path, *, num_layers: int, base_name: str, base_sha256: str = "") -> None:
     """Write mlx-lm's format where it holds the adapter to the bit, else PEFT's with mlx-lm's names of the layers."""
-    if adapter.ranks or adapter.alphas or REWARD_HEAD in adapter.arrays:
+    if adapter.ranks or adapter.alphas or adapter.head is not None:
         _write_peft(adapter, folder, base_name, base_sha256, {target: target for target in adapter.targets})
     else:
         write_mlx(adapter, folder, num_layers=num_layers)
@@ -208,8 +210,8 @@ def _write_peft(adapter: Adapter, folder: Path, base_name: str, base_sha256: str
         tensors[f"base_model.model.{module}.lora_B.weight"] = adapter.arrays[f"{target}.lora_b"].T
         if adapter.is_dora:
             tensors[f"base_model.model.{module}.lora_magnitude_vector"] = adapter.arrays[f"{target}.m"]
-    if REWARD_HEAD in adapter.arrays:
-        tensors["base_model.model.score.weight"] = adapter.arrays[REWARD_HEAD][None]
+    if adapter.head is not None:
+        tensors["base_model.model.score.weight"] = adapter.head
     metadata = {"format": "pt", "base_sha256": base_sha256} | _metadata(adapter)
     write_arrays(folder / PEFT_WEIGHTS, tensors, metadata)
 
@@ -226,7 +228,8 @@ def read_adapter(
 
     It must fit `targets` (target -> inputs, outputs of the base), which PEFT may call as transformers does. `name` and
     `version` replace those in the file; a file from elsewhere becomes version 0 of `policy`. With a `modules.json`
-    beside it, as sentence-transformers saves adapters, it makes vectors. Raises AdapterError.
+    beside it, as sentence-transformers saves adapters, it makes vectors; with a head of several rows it classifies.
+    Raises AdapterError.
     """
     config, arrays, metadata = _read_stored(folder)
     try:
@@ -236,18 +239,48 @@ def read_adapter(
             "parent": int(metadata["parent"]) if metadata.get("parent") else None,
             "step": int(metadata.get("step", "0")),
         }
+        task = from_json(metadata["task"]) if "task" in metadata else read_task_spec(folder)
         if isinstance(config, MlxConfig):
             adapter = _from_mlx(config, arrays, metadata, identity)
         else:
-            adapter = _from_peft(config, arrays, model_type, identity, is_ours="digest" in metadata)
+            adapter = _from_peft(
+                config,
+                _of_base(arrays, config, targets),
+                model_type,
+                identity,
+                is_ours="digest" in metadata,
+                is_classifier=task is not None,
+            )
         if targets is not None:
             check_fit(adapter, targets)
-        task = from_json(metadata["task"]) if "task" in metadata else read_task_spec(folder)
+        task = _checked_task(task, adapter)
     except (AdapterError, ModelError, ValueError) as error:
         raise AdapterError(f"the adapter in {folder} cannot be used: {error}") from error
     if metadata.get("digest", adapter.digest) != adapter.digest:
         raise AdapterError(f"the adapter in {folder} is damaged: its arrays are not those that were saved")
     return adapter if task is None else replace(adapter, task=task)
+
+
+def _of_base(tensors: Arrays, config: PeftConfig, targets: Mapping[str, tuple[int, int]] | None) -> Arrays:
+    """`tensors` with the names of the whole model's layers: PEFT names those of an adapter for vectors as the trunk has
+    them, without the head's class around it."""
+    if config.task_type != "FEATURE_EXTRACTION" or targets is None or not all(t.startswith("model.") for t in targets):
+        return tensors
+    prefix = "base_model.model."
+    plain = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+    return {f"{prefix}{name if name.startswith('model.') else f'model.{name}'}": plain[name] for name in plain}
+
+
+def _checked_task(task: TaskSpec | None, adapter: Adapter) -> TaskSpec | None:
+    """The task of `adapter`, by its head where nothing else says it. Raises AdapterError if head and task differ."""
+    head = adapter.arrays.get(HEAD)
+    if task is None:
+        return None if head is None else head_spec(head.shape[0])
+    if (task.task != "embed") != (head is not None):
+        raise AdapterError(f"its task is {task.task}, and it has {'no' if head is None else 'a'} head")
+    if head is not None and len(task.labels) != head.shape[0]:
+        raise AdapterError(f"its head has {head.shape[0]} rows, and its task {len(task.labels)} labels")
+    return task
 
 
 def base_of(folder: Path) -> str:

@@ -58,10 +58,14 @@ def read_reward_model(folder: Path, model: SharedModel) -> Adapter:
     return adapter
 
 
-def refuse_reward_model(adapter: Adapter, where: str, way_out: str) -> None:
-    """Raise AdapterError for a reward model where text is to be generated; `where` names the adapter for people."""
+def refuse_head(adapter: Adapter, where: str, way_out: str) -> None:
+    """Raise AdapterError for a reward model or a classifier where text is to be generated; `where` names it for
+    people."""
     if is_reward_model(adapter):
         raise AdapterError(f"{where} is a reward model: it scores completions and writes none; {way_out}")
+    if adapter.head is not None:
+        rows = len(adapter.head)
+        raise AdapterError(f"{where} has a head of {rows} rows: it classifies texts and writes none; {way_out}")
 
 
 def _hidden_size(model: SharedModel) -> int:

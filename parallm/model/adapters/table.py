@@ -40,7 +40,7 @@ class Entry:
             num_running=self.num_running,
             is_served=state.served.get(adapter.name) == adapter.version,
             num_bytes=adapter.nbytes,
-            task=adapter.task,
+            task=adapter.spec,
         )
 
 

@@ -79,6 +79,23 @@ class ChatTokenizer:
         """Token ids of text that follows other text: nothing is added to it."""
         return self.encode(text, add_special=False)
 
+    def encode_filled(self, template: str, **texts: str) -> tuple[int, ...]:
+        """Token ids of `template` with `{name}` replaced by each text. Control tokens in the texts are text."""
+        for name, text in texts.items():
+            before, field, after = template.partition(f"{{{name}}}")
+            # others may hold the name of a later field
+            template = before + self._controls.guarded(text) + after if field else before
+        return self.encode_more(template)
+
+    @cached_property
+    def pair_frame(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """Token ids before, between and after two texts that the model reads as a pair."""
+        encoded = self._tokenizer("a", "b")
+        sides = encoded.sequence_ids(0)
+        first, second = (tuple(index for index, side in enumerate(sides) if side == which) for which in (0, 1))
+        tokens = tuple(encoded["input_ids"])
+        return tokens[: first[0]], tokens[first[-1] + 1 : second[0]], tokens[second[-1] + 1 :]
+
     def encode_chat(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """Token ids of the chat template with the generation prompt. Control tokens in the messages are text.
 

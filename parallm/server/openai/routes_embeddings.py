@@ -118,7 +118,7 @@ def _parse(service: Service, text: bytes) -> tuple[EmbeddingBody, EncodeRequest]
         raise InvalidRequest("truncate_prompt_tokens should be -1 or above 0; it is 0", "truncate_prompt_tokens")
     prompt = _prompt(body, spec)
     rows = tuple(_row(service, encoder, body, spec, prompt, item) for item in body.input)
-    return body, EncodeRequest(model=model, rows=rows, dimensions=body.dimensions, normalizes=body.use_activation)
+    return body, EncodeRequest(model=model, rows=rows, dimensions=body.dimensions, activates=body.use_activation)
 
 
 def _prompt(body: EmbeddingBody, spec: TaskSpec) -> str:
@@ -135,7 +135,7 @@ def _row(
     """Return the token ids that the model reads. Raises InvalidRequest."""
     end, context, asked = encoder.end_token(spec), service.engine.max_context, body.truncate_prompt_tokens
     if isinstance(item, str):
-        tokens = encoder.encode_text(_bounded(service, prompt + item, cuts=asked is not None))
+        tokens = encoder.encode_text(_bounded(service, prompt + item, cuts=asked is not None), spec)
     else:
         tokens = _checked(encoder, prompt, item, end)
     if asked is None and len(tokens) > context:

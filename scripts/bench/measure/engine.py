@@ -16,7 +16,8 @@ that 128 rows of 32 to 4,096 tokens hold, over those of their tokens.
 
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -232,13 +233,13 @@ def compare_part(part: Part, load: Load, rounds: int, shape: str) -> list[tuple[
 
 
 @measurement({name: part.bar for name, part in GPU_PARTS.items()}, minutes=20, needs="gpu")
-def gpu_parts(request: Request) -> Figures:
+def gpu_parts(request: Request) -> Iterator[Figures]:
     """A process for each shape and side, so that each has the memory for itself; one that fails costs its parts."""
     return measure_gpu_parts(request, SMALL_SHAPES if request.is_quick else {})
 
 
-def measure_gpu_parts(request: Request, shapes: Mapping[str, str]) -> Figures:
-    """`shapes` stand for those of the parts' names."""
+def measure_gpu_parts(request: Request, shapes: Mapping[str, str]) -> Iterator[Figures]:
+    """`shapes` stand for those of the parts' names. Figures come as soon as their parts are there."""
     wanted = {figure: part for figure, part in GPU_PARTS.items() if request.wants(figure)}
     load = replace(Load(), **(QUICK | QUICK_LENGTHS)) if request.is_quick else Load()
     found: dict[str, Mapping[str, Any]] = {}
@@ -250,23 +251,18 @@ def measure_gpu_parts(request: Request, shapes: Mapping[str, str]) -> Figures:
             for result in work_in_parts(side, is_peer=side == THEIRS, limit=GPU_LIMIT, **options) if names else ():
                 print(f"  {side} {shape} {result}", flush=True)
                 if "error" not in result:
-                    found[f"{side}.{shape}.{result['part']}"] = result
-    return gpu_figures(wanted, found)
+                    name = f"{shape}.{result['part']}"
+                    found[f"{side}.{name}"] = result
+                    yield gpu_figures({figure: part for figure, part in wanted.items() if part.name == name}, found)
 
 
 def gpu_figures(parts: Mapping[str, Part], found: Found) -> Figures:
-    """None where a part is missing or has failed. Raises ValueError if two sides did not do the same work."""
+    """Those whose parts are there. Raises ValueError if two sides did not do the same work."""
     figures: Figures = {}
-    rows = []
     for figure, part in parts.items():
-        try:
-            value, ours, beside = part.value(part.name, found)
-        except KeyError:
-            figures[figure] = None
-        else:
-            figures[figure] = value
-            rows.append((figure, value, ours, beside))
-    print_table("The engine on a GPU", [("figure", "value", "ours", "beside"), *rows])
+        with suppress(KeyError):
+            figures[figure], *sides = part.value(part.name, found)
+            print(f"  {figure} {figures[figure]:.4g}: {'; '.join(sides)}", flush=True)
     return figures
 
 

@@ -5,7 +5,8 @@ ragged rows the control is the path without our kernels; of serving, a process w
 streams run one request after the other, without HTTP; an update beside them has 32 completions.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from statistics import fmean, median
 from typing import Any
@@ -40,7 +41,7 @@ JOBS: Mapping[str, Mapping[str, Sequence[str]]] = {
     "quantized.gpu.8bit": {"8b": ("ragged",), "8b-8bit": ("short",)},
 }
 """Shapes and their parts by the beginnings of figures, of which the first counts."""
-ORDER = ("ragged", "equal", "streams", "publish", "memory", "short", "rectangles")
+ORDER = ("ragged", "short", "publish", "streams", "equal", "memory", "rectangles")
 SERVED, SHOWN = Bar(max=1.2, needs="gpu"), Bar()
 Found = Mapping[str, Mapping[str, Any]]
 """By shape and part: `8b.ragged`."""
@@ -76,8 +77,8 @@ Found = Mapping[str, Mapping[str, Any]]
     needs="gpu",
     is_quick_anywhere=True,
 )
-def learning_gpu(request: Request) -> Figures:
-    """A part that fails costs its own figures."""
+def learning_gpu(request: Request) -> Iterator[Figures]:
+    """Figures as soon as their parts are there; a part that fails costs its own."""
     wanted: dict[str, set[str]] = {}
     for name in filter(request.wants, FIGURES):
         for shape, parts in next(jobs for beginning, jobs in JOBS.items() if name.startswith(beginning)).items():
@@ -89,7 +90,9 @@ def learning_gpu(request: Request) -> Figures:
         print(f"  {told(part)}", flush=True)
         if "error" not in part:
             found[part["part"]] = part
-    return learning_figures(found)
+            yield learning_figures(found)
+    if "8b.streams" in found:
+        print_streams(found["8b.streams"])
 
 
 def told(part: Mapping[str, Any]) -> dict[str, Any]:
@@ -105,18 +108,18 @@ def told(part: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def learning_figures(found: Found) -> Figures:
-    """None where a part is missing."""
+    """Those whose parts are there."""
     figures: Figures = {}
     for name, figure in FIGURES.items():
-        try:
+        with suppress(KeyError):
             figures[name] = figure(found)
-        except KeyError:
-            figures[name] = None
-    if "8b.streams" in found:
-        rows = [(mode, *traffic_row(found["8b.streams"][mode])) for mode in ("alone", *LEARNING_MODES)]
-        header = ("", "tokens/s", "p50 ms", "mean ms", "p99 ms", "first token p50 ms", "updates/min", "s an update")
-        print_table("64 streams beside learning, 8B", [header, *rows])
     return figures
+
+
+def print_streams(streams: Mapping[str, Any]) -> None:
+    rows = [(mode, *traffic_row(streams[mode])) for mode in ("alone", *LEARNING_MODES) if mode in streams]
+    header = ("", "tokens/s", "p50 ms", "mean ms", "p99 ms", "first token p50 ms", "updates/min", "s an update")
+    print_table("64 streams beside learning, 8B", [header, *rows])
 
 
 def traffic_row(one: Mapping[str, Any]) -> tuple[object, ...]:

@@ -6,7 +6,7 @@ Shapes have random weights; a limit that is drawn for each completion stands for
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -115,18 +115,18 @@ def mathling_figures(num_before: int, saved: int, rows: Sequence[Mapping[str, An
     {
         "gpu.grpo_step.vs_parts": Bar(max=1.2, needs="gpu"),
         **{f"runs.gpu.{name}.step_seconds": Bar() for name in SHAPE_RUNS},
+        **{f"runs.gpu.{name}.vs_parts": Bar() for name, run in SHAPE_RUNS.items() if run["has_parts"]},
         **{f"runs.gpu.{name}.steps": Bar(min=run["steps"], needs="gpu") for name, run in SHAPE_RUNS.items()},
     },
     minutes=3,
     needs="gpu",
     is_quick_anywhere=True,
 )
-def run_shapes(request: Request) -> Figures:
+def run_shapes(request: Request) -> Iterator[Figures]:
     """Steps of 16 x 8 completions of 16 to `longest` tokens. A step over the time that its tokens take by themselves:
     sampled as its own requests are without a trainer, trained on as an update alone does. Of the shape that does
     worse."""
-    figures: Figures = {}
-    ratios, table = [], []
+    ratios = []
     for name, run in SHAPE_RUNS.items():
         wants_ratio = run["has_parts"] and request.wants("gpu.grpo_step.vs_parts")
         if not wants_ratio and not request.wants(f"runs.gpu.{name}.steps"):
@@ -143,16 +143,21 @@ def run_shapes(request: Request) -> Figures:
         steps = [
             dict(zip(COLUMNS, values, strict=True)) for values in zip(*(found[one] for one in COLUMNS), strict=True)
         ]
-        figures |= {f"runs.gpu.{name}.steps": len(steps)}
+        rates = found.get("rates", {})
+        rows = [[step[column] for column in COLUMNS] for step in steps]
+        header = ("", *COLUMNS, "sampled/s alone", "trained/s alone")
+        print_table(
+            "Steps of ragged completions",
+            [header, *((name, *row, *(rates.get(part, "-") for part in ("sampling", "update"))) for row in rows)],
+        )
+        figures: Figures = {f"runs.gpu.{name}.steps": len(steps)}
         figures[f"runs.gpu.{name}.step_seconds"] = median(step["seconds"] for step in steps[WARM_UP:])
         if run["has_parts"]:
-            ratios.append(step_vs_parts(steps[WARM_UP:], found["rates"]))
-        rates = found.get("rates", {})
-        medians = (median(step[column] for step in steps[WARM_UP:]) for column in COLUMNS)
-        table.append((name, *medians, *(rates.get(part, "-") for part in ("sampling", "update"))))
-    print_table("Steps of ragged completions", [("", *COLUMNS, "sampled/s alone", "trained/s alone"), *table])
-    complete = len(ratios) == sum(run["has_parts"] for run in SHAPE_RUNS.values())
-    return figures | {"gpu.grpo_step.vs_parts": max(ratios) if complete else None}
+            ratios.append(step_vs_parts(steps[WARM_UP:], rates))
+            figures[f"runs.gpu.{name}.vs_parts"] = ratios[-1]
+        yield figures
+    if len(ratios) == sum(run["has_parts"] for run in SHAPE_RUNS.values()):
+        yield {"gpu.grpo_step.vs_parts": max(ratios)}
 
 
 def step_vs_parts(steps: Sequence[Mapping[str, float]], rates: Mapping[str, float]) -> float:
@@ -195,10 +200,10 @@ def run_atropos(request: Request) -> Figures:
     needs="gpu",
     is_quick_anywhere=True,
 )
-def run_speculation(request: Request) -> Figures:
+def run_speculation(request: Request) -> Iterator[Figures]:
     """Tokens/s with n-gram lookup over none, and the share of completions that are the same, bfloat16."""
-    figures: Figures = {}
     for rows in (1, 4):
+        figures: Figures = {}
         job = {"model": request.model, "data": request.data, "rows": rows, "prompts": request.size(8, 2)}
         found = work("speculation_speed", **job, max_tokens=request.size(128, 16), rounds=request.size(2, 1))
         for task in ("greedy", "sampled"):
@@ -207,4 +212,4 @@ def run_speculation(request: Request) -> Figures:
             figures[f"runs.gpu.speculation.{task}.rows{rows}_same_share"] = min(
                 one["same"] for one in found[f"{task}/ngram"]
             )
-    return figures
+        yield figures

@@ -51,19 +51,19 @@ Found = Mapping[str, Mapping[str, Any]]
     minutes=7,
     needs="gpu",
 )
-def vllm_loads(request: Request) -> Figures:
+def vllm_loads(request: Request) -> Iterator[Figures]:
     """Tokens/s from the first prompt token to the last one sampled. vLLM has one process for the base, one for LoRA."""
     names = [name for name in (*BASE_PARTS, *LORA_PARTS) if request.wants(f"engine.gpu.8b.{name}.vs_vllm")]
     publishes = ["publish"] if request.wants("publish.gpu.8b.vs_vllm") else []
-    ours = results(work_in_parts("engine_parts", is_peer=False, **parts_job(names))) if names else {}
+    ours = dict(results(work_in_parts("engine_parts", is_peer=False, **parts_job(names)))) if names else {}
     theirs: dict[str, Mapping[str, Any]] = {}
     for has_lora, parts in ((False, BASE_PARTS), (True, (*LORA_PARTS, "publish"))):
         if chosen := [name for name in [*names, *publishes] if name in parts]:
-            theirs |= results(vllm_work(request, "vllm_parts", **parts_job(chosen), has_lora=has_lora))
-    figures = load_figures(names, ours, theirs)
+            for name, part in results(vllm_work(request, "vllm_parts", **parts_job(chosen), has_lora=has_lora)):
+                theirs[name] = part
+                yield load_figures([name], ours, theirs) if name in names else {}
     if publishes and "publish" in theirs:
-        figures |= publish_figures(work("publish_speed", shape="8b", repeats=20), theirs["publish"])
-    return figures
+        yield publish_figures(work("publish_speed", shape="8b", repeats=20), theirs["publish"])
 
 
 def publish_figures(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Figures:
@@ -78,19 +78,17 @@ def parts_job(names: Sequence[str]) -> dict[str, Any]:
     return {"shape": "8b", "parts": list(names), "load": asdict(LOAD), "limit": LIMIT}
 
 
-def results(parts: Iterator[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """By name, without those that have failed; each is printed as it comes."""
-    found = {}
+def results(parts: Iterator[Mapping[str, Any]]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """With their names, without those that have failed; each is printed as it comes."""
     for part in parts:
         print(f"  {part}", flush=True)
         if "error" not in part:
-            found[part["part"]] = part
-    return found
+            yield part["part"], part
 
 
 def load_figures(names: Sequence[str], ours: Found, theirs: Found) -> Figures:
-    """Raises ValueError if two sides did not do the same work; None where one of them has failed."""
-    figures: Figures = {f"engine.gpu.8b.{name}.vs_vllm": None for name in names}
+    """Raises ValueError if two sides did not do the same work; nothing where one of them has failed."""
+    figures: Figures = {}
     rows = []
     for name in names:
         if name not in ours or name not in theirs:
@@ -114,10 +112,22 @@ def load_figures(names: Sequence[str], ours: Found, theirs: Found) -> Figures:
     needs="gpu",
 )
 def vllm_http(request: Request) -> Figures:
-    """Tokens/s of 64 streams over loopback, as each server sends them by default, and ours with each token at once."""
-    job = {"model": "nano", "data": request.data, "shape": "8b", "streams": 64, "max_tokens": 160, "rounds": 3}
-    ours = work("http_speed", **job)
-    with tempfile.TemporaryDirectory() as folder, serving(request, Path(folder)) as port:
+    """Tokens/s of 64 streams over loopback, as each server sends them by default, and ours with each token at once.
+
+    Both have a tokenizer in which each token is a word, so that both send as much text.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        torch = {"python": request.torch_python, "environment": {"BENCH_BLAS_LIBRARY": ""}}
+        work("random_checkpoint", **torch, folder=name, config=SHAPES["8b"], has_weights=False)
+        job = {"model": "nano", "data": request.data, "shape": "8b", "streams": 64, "max_tokens": 160, "rounds": 3}
+        ours = work("http_speed", **job, tokenizer=name)
+        print(f"  {ours}", flush=True)
+        return http_figures(request, folder, ours)
+
+
+def http_figures(request: Request, folder: Path, ours: Mapping[str, Any]) -> Figures:
+    with serving(request, folder) as port:
         lengths = ours["prompt_lengths"]
         theirs = [
             stream_seconds(port, lengths, vocabulary=SHAPES["8b"]["vocab_size"], max_tokens=160) for _ in range(4)
@@ -136,36 +146,35 @@ def vllm_http(request: Request) -> Figures:
     minutes=10,
     needs="gpu",
 )
-def grpo_vllm(request: Request) -> Figures:
+def grpo_vllm(request: Request) -> Iterator[Figures]:
     """A whole step (sample, score, update, publish) of 16 x 8 completions of 16 to 512 tokens beside TRL with vLLM.
 
     Lengths are drawn for each completion, the same on both sides, as if an end token came there. Both load the same
     random weights; TRL's attention is PyTorch's own, as no other is installed, and its rows are padded.
     """
-    figures: Figures = {}
     for shape, passes in (("0.5b", (32, 16)), ("8b", (8, 4))):
         name = f"grpo_step.gpu.{shape.replace('.', '')}.vs_trl_vllm"
         if request.wants(name):
-            figures[name] = grpo_figure(request, shape, passes)
-    return figures
+            yield from ({name: value} for value in grpo_figures(request, shape, passes))
 
 
-def grpo_figure(request: Request, shape: str, passes: Sequence[int]) -> float | None:
+def grpo_figures(request: Request, shape: str, passes: Sequence[int]) -> Iterator[float]:
+    """The ratio beside the fastest number of rows so far, as each of them is there."""
     with tempfile.TemporaryDirectory() as model:
         torch = {"python": request.torch_python, "environment": {"BENCH_BLAS_LIBRARY": ""}}
         work("random_checkpoint", **torch, folder=model, config=SHAPES[shape])
         job = {"model": model, "vocabulary": SHAPES[shape]["vocab_size"], "warm_up": 2, "steps": 2, **STEP}
-        ours = work("grpo_steps", **job, shortest=SHORTEST)
+        ours = work("grpo_steps", **job, shortest=SHORTEST) | {"settings": {}}
+        print(f"  {ours}", flush=True)
         found = []
         for one in vllm_work(request, "trl_vllm_steps", limit=LIMIT, **job, shortest=SHORTEST, rows=passes):
             print(f"  {one}", flush=True)
-            found += [] if "error" in one else [one]
-    if not found:
-        return None
-    peer = min(found, key=lambda one: median(one["seconds"]))
-    if ours["sampled_tokens"] != peer["sampled_tokens"]:
-        raise ValueError(f"{ours['sampled_tokens']} sampled tokens of ours, {peer['sampled_tokens']} of TRL's")
-    return step_figure(shape, ours | {"settings": {}}, peer)
+            if "error" in one:
+                continue
+            if ours["sampled_tokens"] != one["sampled_tokens"]:
+                raise ValueError(f"{ours['sampled_tokens']} sampled tokens of ours, {one['sampled_tokens']} of TRL's")
+            found.append(one)
+            yield step_figure(shape, ours, min(found, key=lambda one: median(one["seconds"])))
 
 
 def step_figure(shape: str, ours: Mapping[str, Any], peer: Mapping[str, Any]) -> float:
@@ -210,9 +219,8 @@ def vllm_work(request: Request, name: str, **keywords: Any) -> Iterator[dict[str
 
 @contextmanager
 def serving(request: Request, folder: Path) -> Iterator[int]:
-    """`vllm serve` of the 8B shape with random weights; gives its port. Raises RuntimeError if it does not answer."""
-    torch = {"python": request.torch_python, "environment": {"BENCH_BLAS_LIBRARY": ""}}
-    work("random_checkpoint", **torch, folder=str(folder), config=SHAPES["8b"], has_weights=False)
+    """`vllm serve` of the model in `folder` with random weights; gives its port. Raises RuntimeError if it does not
+    answer."""
     port, log = free_port(), folder / "serve.log"
     options = [
         "--load-format",

@@ -163,6 +163,8 @@ class Bench:
     def served(self, arrivals_of: Callable[[Load, int, int], list[Arrival]]) -> dict[str, Any]:
         """Requests of all lengths at the times of their arrivals; before them a quarter of others that warm up."""
         engine, vocabulary = self._engine(self._load.mixed_rows), self._shape["vocab_size"]
+        while engine.prepare():  # as the device thread does while it waits for requests
+            pass
         _serve(engine, arrivals_of(self._load, vocabulary, 1)[: max(1, self._load.requests // 4)])
         before = engine.num_tokens()["serving"]
         arrivals = arrivals_of(self._load, vocabulary, 0)

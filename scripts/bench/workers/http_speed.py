@@ -22,9 +22,17 @@ READER = Path(__file__).with_name("stream_reader.py")
 
 
 async def main(
-    *, model: str, data: str | None, shape: str | None, streams: int, max_tokens: int, rounds: int
+    *,
+    model: str,
+    data: str | None,
+    shape: str | None,
+    streams: int,
+    max_tokens: int,
+    rounds: int,
+    tokenizer: str | None = None,
 ) -> Mapping[str, Sequence[float]]:
-    async with open_workbench(model=model, shape=shape) as bench:
+    """`tokenizer`: the folder of that of a shape; the embedded model's by default, which has texts for few tokens."""
+    async with open_workbench(model=model, shape=shape, tokenizer=tokenizer) as bench:
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
         requests = bench.requests("speed", data, streams, sampling, n=1)
         lengths = [len(request.prompt_tokens) for request in requests]

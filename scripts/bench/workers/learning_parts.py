@@ -46,6 +46,10 @@ PASS_OF_RECTANGLES, SHORT_PASS = 5120, 2048
 """Tokens: what 8B passes take by default on an H200; what leaves a quantized base half of their memory."""
 
 
+Part = Awaitable[dict[str, Any]] | AsyncIterator[dict[str, Any]]
+"""Its result, or what is known of it so far."""
+
+
 class Parts:
     def __init__(self, bench: Workbench, shape: str, load: LearningLoad) -> None:
         self._bench = bench
@@ -53,7 +57,7 @@ class Parts:
         self._load = load
         self._layout = ragged_layout(load.groups, load.group_size, load.prompt, load.lengths)
 
-    def all(self) -> Mapping[str, Callable[[], Awaitable[dict[str, Any]]]]:
+    def all(self) -> Mapping[str, Callable[[], Part]]:
         return {
             "ragged": partial(self.updates, self._layout),
             "equal": partial(self.updates, equal_layout(self._layout)),
@@ -84,7 +88,8 @@ class Parts:
             stack.enter_context(mock.patch.object(lm_head, "has_kernels", return_value=False))
             return await self.updates(self._layout, micro_batch_tokens=PASS_OF_RECTANGLES)
 
-    async def streams(self) -> dict[str, Any]:
+    async def streams(self) -> AsyncIterator[dict[str, Any]]:
+        """All modes so far, whenever one more is there; in the end the streams alone are those after them, too."""
         load, governor = self._load, self._bench.device.governor
         served = ragged_layout(load.served_groups, load.group_size, load.prompt, load.lengths)
         groups = self._groups(served)
@@ -100,18 +105,20 @@ class Parts:
                 await measured(asyncio.sleep(load.seconds / 3))
                 await update()
             before = await measured(asyncio.sleep(load.seconds / 3))
+            found["alone"] = asdict(before)
             for name, mode in LEARNING_MODES.items():
                 governor.engine_share, governor.serving_latency_target = mode.engine_share, mode.latency_target
                 updates: list[float] = []
                 traffic = await measured(self._learning(update, mode, updates))
                 found[name] = asdict(traffic) | {"updates_per_minute": 60 * len(updates) / traffic.seconds}
                 found[name]["update_seconds"] = updates
+                yield found
             governor.engine_share, governor.serving_latency_target = 0.5, None
             after = await measured(asyncio.sleep(load.seconds / 3))
         alone = Traffic(gaps=before.gaps + after.gaps, first=before.first + after.first)
         alone.tokens, alone.seconds = before.tokens + after.tokens, before.seconds + after.seconds
         alone.errors = before.errors + after.errors
-        return {"alone": asdict(alone), **found}
+        yield found | {"alone": asdict(alone)}
 
     async def _learning(
         self, update: Callable[[], Awaitable[UpdateReport]], mode: LearningMode, seconds: list[float]
@@ -225,13 +232,19 @@ async def run_shape(shape: str, names: Sequence[str], load: LearningLoad) -> Asy
     async with open_workbench(shape=shape, rows=load.streams, kv_cache_bytes=load.kv_cache_bytes) as bench:
         parts = Parts(bench, shape, load).all()
         for name in names:
-            yield {"part": name, **await attempt(parts[name])}
+            async for result in attempt(parts[name]):
+                yield {"part": name, **result}
             await bench.on_device(settled)
 
 
-async def attempt(part: Callable[[], Awaitable[dict[str, Any]]]) -> dict[str, Any]:
+async def attempt(part: Callable[[], Part]) -> AsyncIterator[dict[str, Any]]:
     try:
-        return await part()
+        result = part()
+        if isinstance(result, Awaitable):
+            yield await result
+        else:
+            async for one in result:
+                yield one
     except Exception as error:  # noqa: BLE001  # whatever it was, the other parts are measured
         traceback.print_exc()
-        return {"error": f"{type(error).__name__}: {error}"}
+        yield {"error": f"{type(error).__name__}: {error}"}

@@ -1,5 +1,7 @@
 """Models of mlx-lm with random weights of some shape."""
 
+from pathlib import Path
+
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.llama import Model, ModelArgs
@@ -22,7 +24,7 @@ def random_base(shape: Shape) -> nn.Module:
     return base
 
 
-def random_model(shape: Shape, dtype: str = "auto") -> SharedModel:
-    """The same, as our engine and our learner use it; `auto` is as `random_base` says."""
-    tokenizer, settings = ChatTokenizer(load_tokenizer(NANO)), ModelSettings(dtype=dtype)  # type: ignore[arg-type]
-    return share_model(random_base(shape), shape, tokenizer, settings)
+def random_model(shape: Shape, dtype: str = "auto", tokenizer: str | None = None) -> SharedModel:
+    """The same, as our engine and our learner use it; `auto` is as `random_base` says. `tokenizer`: its folder."""
+    settings = ModelSettings(dtype=dtype)  # type: ignore[arg-type]  # pydantic checks it
+    return share_model(random_base(shape), shape, ChatTokenizer(load_tokenizer(Path(tokenizer or NANO))), settings)

@@ -104,16 +104,17 @@ async def open_workbench(
     shape: str | None = None,
     dtype: str = "auto",
     quantized: str = "auto",
+    tokenizer: str | None = None,
     rows: int = 128,
     **engine_settings: Any,
 ) -> AsyncIterator[Workbench]:
-    """A model, by its folder or loaded already, or random weights of a shape; `engine_settings` are more of the
-    engine's."""
+    """A model, by its folder or loaded already, or random weights of a shape, whose tokenizer may have a folder;
+    `engine_settings` are more of the engine's."""
     device = DeviceThread(Governor(serving_share=0.7, engine_share=0.5))
 
     def load() -> SharedModel:
         if shape is not None:
-            return random_model(SHAPES[shape], dtype)
+            return random_model(SHAPES[shape], dtype, tokenizer)
         if isinstance(model, SharedModel):
             return model
         return load_shared_model(

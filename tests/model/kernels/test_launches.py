@@ -19,6 +19,7 @@ from parallm.model.kernels import (
     decode_attention,
     gather,
     page_copy,
+    paged_attention,
     slot_copy,
     small_batch_gemm,
     token_scores,
@@ -46,6 +47,7 @@ TYPES = {
     "const uint64_t*": mx.uint64,
     "float*": mx.float32,
     "int*": mx.int32,
+    "int4*": mx.int32,
 }
 SCALARS = {"int": int, "float": float, "bool": bool}
 
@@ -129,6 +131,21 @@ def attend(
         mx.zeros((len(numbers), 4), mx.int32),
     )
     append_and_attend(q, k, v, pages, pages, tables, lengths, scale=0.125, window=3, rotary=rotary)
+
+
+def attend_pages_of_rows(
+    dtype: mx.Dtype, *, heads: int = 4, size: int = 64, rotation: Rotation | None = None, has_sinks: bool = False
+) -> None:
+    """A step of three rows, whose queries, keys and values are columns of one product."""
+    half = mx.bfloat16 if dtype == mx.float32 else dtype
+    numbers, tables, pool = mx.arange(3), mx.zeros((3, 4), mx.int32), mx.zeros((9, 2, PAGE, size), half)
+    columns = columns_of(mx.zeros((3, 1, (heads + 4) * size), half), [heads * size, 2 * size, 2 * size])
+    q, k, v = (part.reshape(3, 1, -1, size).transpose(0, 2, 1, 3) for part in columns)
+    assert paged_attention.fits(q, pool, pool)
+    plan = paged_attention.plan_pages(tables, numbers, query_heads=heads, key_heads=2, window=70)
+    rotary = RotaryAngles(angles=rotation.angles(numbers), traditional=rotation.traditional) if rotation else None
+    sinks = mx.zeros(heads) if has_sinks else None
+    paged_attention.append_and_attend(q, k, v, pool, pool, plan, scale=0.125, rotary=rotary, sinks_Q=sinks)
 
 
 def rotate(dtype: mx.Dtype, rotation: Rotation) -> None:
@@ -234,6 +251,12 @@ FACES: dict[str, Face] = {
     "attend, halves rotated": lambda dtype: attend(dtype, rotation=HALVES),
     "attend, a first half rotated": lambda dtype: attend(dtype, rotation=FIRST_HALF),
     "attend, neighbours rotated": lambda dtype: attend(dtype, rows=500, positions=64, rotation=NEIGHBOURS),
+    "attend to pages": attend_pages_of_rows,
+    "attend to pages, halves rotated": lambda dtype: attend_pages_of_rows(dtype, rotation=HALVES),
+    "attend to pages, a first half rotated": lambda dtype: attend_pages_of_rows(dtype, rotation=FIRST_HALF),
+    "attend to pages, neighbours rotated": lambda dtype: attend_pages_of_rows(dtype, rotation=NEIGHBOURS),
+    "attend to pages, many queries, sinks": lambda dtype: attend_pages_of_rows(dtype, heads=48, has_sinks=True),
+    "attend to pages, large heads": lambda dtype: attend_pages_of_rows(dtype, heads=16, size=256),
     "rotate halves": lambda dtype: rotate(dtype, HALVES),
     "rotate a first half": lambda dtype: rotate(dtype, FIRST_HALF),
     "rotate neighbours": lambda dtype: rotate(dtype, NEIGHBOURS),
@@ -290,7 +313,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
         told.append(Launch(name, defines, list(inputs), list(scalars), list(output_dtypes), shared_memory))
         return [mx.zeros(shape, dtype) for shape, dtype in zip(output_shapes, output_dtypes, strict=True)]
 
-    for module in (add_norm, decode_attention, gather, slot_copy, small_batch_gemm, token_scores):
+    for module in (add_norm, decode_attention, gather, paged_attention, slot_copy, small_batch_gemm, token_scores):
         monkeypatch.setattr(module, "has_kernels", lambda: True)
     monkeypatch.setattr(cuda, "target", lambda: "sm_90a")
     monkeypatch.setattr(cuda, "cubin", compile_nothing)

@@ -1,0 +1,26 @@
+// Lists the pages that a step's rows see, one row after the other: row, page, first position, row's length. `counts` are
+// the number of pages and a zero for each of `heads` of each row. Rows have `width` pages in `tables` and see `lengths`
+// + 1 positions, the newest `window` (0: all). A block for each row. PAGE positions.
+
+extern "C" __global__ void paged_attention_plan(const int* tables, const int* lengths, int4* pages, int* counts,
+                                                int rows, int width, int window, int heads) {
+  auto first_page = [&](int length) { return window > 0 ? max(0, length + 1 - window) / PAGE : 0; };
+  __shared__ int before, all;  // pages of the rows before this one, and of all
+  if (threadIdx.x == 0) before = all = 0;
+  __syncthreads();
+  const int row = blockIdx.x;
+  int own_before = 0, own_all = 0;
+  for (int other = threadIdx.x; other < rows; other += blockDim.x) {
+    const int count = lengths[other] / PAGE - first_page(lengths[other]) + 1;
+    own_all += count;
+    if (other < row) own_before += count;
+  }
+  atomicAdd(&before, own_before);
+  atomicAdd(&all, own_all);
+  __syncthreads();
+  const int length = lengths[row], first = first_page(length);
+  for (int page = first + threadIdx.x; page <= length / PAGE; page += blockDim.x)
+    pages[before + page - first] = make_int4(row, tables[row * width + page], page * PAGE, length);
+  if (row == 0 && threadIdx.x == 0) counts[0] = all;
+  for (int head = threadIdx.x; head < heads; head += blockDim.x) counts[1 + row * heads + head] = 0;
+}

@@ -1,0 +1,245 @@
+// Runs a kernel's own source on a CPU: each thread of a block is a fiber, and fibers take turns at random where they wait.
+// Copies to shared memory happen when they are waited for, and not before; what has not arrived is NaN.
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+#include <vector>
+using std::max;
+using std::min;
+inline unsigned min(unsigned a, int b) { return min(a, unsigned(b)); }
+
+#define __global__
+#define __device__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __shared__ static
+#define CHECK(condition)                                                                     \
+  if (!(condition)) {                                                                        \
+    std::fprintf(stderr, "%s: block %d, thread %d\n", #condition, blockIdx.x, threadIdx.x); \
+    std::abort();                                                                            \
+  }
+
+struct Size3 {
+  int x;
+} threadIdx, blockIdx, blockDim, gridDim;
+struct float2 {
+  float x, y;
+};
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+struct alignas(16) int4 {
+  int x, y, z, w;
+};
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+};
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+struct __half {
+  _Float16 value;
+  __half() = default;
+  explicit __half(float from) : value(from) {}
+  explicit operator float() const { return value; }
+};
+
+// Fibers
+constexpr int MAX_THREADS = 1024, STACK = 1 << 16;
+ucontext_t caller, fibers[MAX_THREADS];
+std::vector<char> stacks[MAX_THREADS];
+bool ended[MAX_THREADS];
+int num_threads;
+std::mt19937 random_numbers;
+
+void switch_from(int self) {
+  const int start = random_numbers() % num_threads;
+  for (int i = 0; i < num_threads; i++) {
+    const int other = (start + i) % num_threads;
+    if (ended[other]) continue;
+    threadIdx.x = other;
+    if (self < 0 || ended[self]) setcontext(&fibers[other]);
+    if (other != self) swapcontext(&fibers[self], &fibers[other]);
+    threadIdx.x = self;
+    return;
+  }
+  setcontext(&caller);
+}
+
+struct Barrier {
+  int arrived = 0, generation = 0;
+  void wait(int count) {
+    const int self = threadIdx.x, own = generation;
+    if (++arrived == count) {
+      arrived = 0;
+      generation++;
+    }
+    for (int turns = 0; own == generation; turns++) {
+      CHECK(turns < 1000000);  // a thread that never comes
+      switch_from(self);
+    }
+  }
+} block_barrier, warp_barriers[MAX_THREADS / 32];
+
+void __syncthreads() { block_barrier.wait(num_threads); }
+void __syncwarp() { warp_barriers[threadIdx.x / 32].wait(32); }
+void __threadfence() {}
+
+// `result(of)` in each lane, where `of(lane)` is the value that this lane has given
+template <typename Value, typename Result>
+auto exchange(const Value& own, Result result) {
+  static Value values[MAX_THREADS];
+  const int warp = threadIdx.x / 32;
+  values[threadIdx.x] = own;
+  __syncwarp();
+  auto found = result([warp](int lane) { return values[warp * 32 + lane]; });
+  __syncwarp();
+  return found;
+}
+float __shfl_xor_sync(unsigned, float own, int mask) {
+  const int lane = threadIdx.x % 32;
+  return exchange(own, [=](auto of) { return of(lane ^ mask); });
+}
+int atomicAdd(int* at, int more) { return (*at += more) - more; }
+unsigned atomicInc(unsigned* at, unsigned limit) {
+  const unsigned old = *at;
+  *at = old >= limit ? 0 : old + 1;
+  return old;
+}
+template <typename Value>
+Value __ldcg(const Value* at) { return *at; }
+float __int_as_float(int bits) { return reinterpret_cast<float&>(bits); }
+
+// Shared memory
+constexpr unsigned MAX_SHARED = 227 * 1024;
+alignas(128) char shared_memory[MAX_SHARED];
+unsigned num_shared;
+unsigned address_of(const void* at) {
+  const int64_t address = static_cast<const char*>(at) - shared_memory;
+  CHECK(address >= 0 && address < num_shared);
+  return address;
+}
+struct Copy {
+  unsigned to;
+  const void* from;
+  bool valid;
+};
+std::vector<std::vector<Copy>> copies[MAX_THREADS];  // the last group of a thread is open
+void copy_vector(unsigned to, const void* from, bool valid) {
+  CHECK(to % 16 == 0 && to + 16 <= num_shared && uintptr_t(from) % 16 == 0);
+  std::memset(shared_memory + to, 0xff, 16);
+  copies[threadIdx.x].back().push_back({to, from, valid});
+}
+void commit_copies() { copies[threadIdx.x].emplace_back(); }
+template <int N>
+void wait_copies() {
+  auto& groups = copies[threadIdx.x];
+  for (; groups.size() > N + 1; groups.erase(groups.begin()))
+    for (const Copy& copy : groups.front())
+      if (copy.valid)
+        std::memcpy(shared_memory + copy.to, copy.from, 16);
+      else
+        std::memset(shared_memory + copy.to, 0, 16);
+}
+
+// Tensor cores: PTX, "Warp Level Matrix Instructions"
+struct Four {
+  unsigned values[4];
+};
+void load_matrices(unsigned (&to)[4], unsigned from) {
+  const int lane = threadIdx.x % 32;
+  CHECK(from % 16 == 0);
+  const Four found = exchange(from, [=](auto of) {
+    Four found;
+    for (int i = 0; i < 4; i++) std::memcpy(found.values + i, shared_memory + of(i * 8 + lane / 4) + lane % 4 * 4, 4);
+    return found;
+  });
+  std::copy_n(found.values, 4, to);
+}
+void load_transposed(unsigned (&to)[4], unsigned from) {
+  const int lane = threadIdx.x % 32;
+  CHECK(from % 16 == 0);
+  const Four found = exchange(from, [=](auto of) {
+    Four found;
+    for (int i = 0; i < 4; i++) {
+      uint16_t pair[2];
+      for (int j = 0; j < 2; j++) std::memcpy(pair + j, shared_memory + of(i * 8 + lane % 4 * 2 + j) + lane / 4 * 2, 2);
+      std::memcpy(found.values + i, pair, 4);
+    }
+    return found;
+  });
+  std::copy_n(found.values, 4, to);
+}
+float exp2_of(float x) { return exp2f(x); }
+template <typename Half>
+unsigned packed(Half, float low, float high) {
+  const Half pair[2] = {Half(low), Half(high)};
+  unsigned both;
+  std::memcpy(&both, pair, 4);
+  return both;
+}
+template <typename Half>
+void multiply(float* sum, unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
+  struct Operands {
+    Half a[4][2], b[2][2];
+  } own;
+  const unsigned all[6] = {a0, a1, a2, a3, b0, b1};
+  std::memcpy(&own, all, sizeof(own));
+  struct Sums {
+    float values[4] = {};
+  };
+  const int lane = threadIdx.x % 32;
+  const Sums found = exchange(own, [=](auto of) {
+    Sums found;
+    for (int e = 0; e < 4; e++)
+      for (int k = 0; k < 16; k++)
+        found.values[e] += float(of(lane / 4 * 4 + k % 8 / 2).a[e / 2 + k / 8 * 2][k % 2]) *
+                           float(of((lane % 4 * 2 + e % 2) * 4 + k % 8 / 2).b[k / 8][k % 2]);
+    return found;
+  });
+  for (int e = 0; e < 4; e++) sum[e] += found.values[e];
+}
+
+// Blocks one after the other, in a random order
+void launch(int blocks, int threads, unsigned shared, int seed, void (*kernel)()) {
+  static void (*body)();
+  body = kernel;
+  num_threads = threads, num_shared = shared;
+  blockDim.x = threads, gridDim.x = blocks;
+  random_numbers.seed(seed);
+  std::vector<int> order(blocks);
+  for (int block = 0; block < blocks; block++) order[block] = block;
+  std::shuffle(order.begin(), order.end(), random_numbers);
+  for (int block : order) {
+    blockIdx.x = block;
+    std::memset(shared_memory, 0xff, sizeof(shared_memory));
+    for (int thread = 0; thread < threads; thread++) {
+      ended[thread] = false;
+      copies[thread].assign(1, {});
+      stacks[thread].resize(STACK);
+      getcontext(&fibers[thread]);
+      fibers[thread].uc_stack.ss_sp = stacks[thread].data();
+      fibers[thread].uc_stack.ss_size = STACK;
+      makecontext(
+          &fibers[thread],
+          +[] {
+            body();
+            ended[threadIdx.x] = true;
+            switch_from(threadIdx.x);
+          },
+          0);
+    }
+    volatile bool has_run = false;
+    getcontext(&caller);
+    if (!has_run) {
+      has_run = true;
+      switch_from(-1);
+    }
+  }
+}

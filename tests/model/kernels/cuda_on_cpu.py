@@ -1,0 +1,97 @@
+"""Runs the source of kernels on a CPU, compiled as C++ below `cuda_on_cpu.h`; float16 and one dimension of blocks."""
+
+import ctypes
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from parallm.model.kernels.compiler import FOLDER, Defines, source_of
+from tests.model.kernels.test_launches import parameters
+
+HEADER = Path(__file__).with_suffix(".h")
+# What the header has of its own: everything in assembler
+REPLACED = re.compile(
+    r"__device__ __forceinline__ unsigned address_of.*?(?=__device__ __forceinline__ unsigned pack_v)", re.S
+)
+ALIGNMENT = 256
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+
+
+class CpuKernels:
+    """Stands in for `cuda.kernel`. Kernels write into inputs too, as on a GPU."""
+
+    def __init__(self, folder: Path, seed: int = 0) -> None:
+        self.seed = seed
+        self.mutation = "", "", ""
+        """A kernel, a text of its source, and what stands there instead."""
+        self._folder = folder
+        self._libraries: dict[tuple[object, ...], ctypes.CDLL] = {}
+
+    def __call__(self, name: str, defines: Defines = (), *, shared_memory: int = 0) -> Any:
+        key = name, defines, self.mutation
+        if key not in self._libraries:
+            self._libraries[key] = self._compile(name, defines)
+        function = self._libraries[key].launch_kernel
+
+        def run(inputs: Sequence[mx.array], scalars: Sequence[Any], **launch: Any) -> list[mx.array]:
+            originals = [np.asarray(array) for array in inputs]
+            arrays = [_aligned(array) for array in originals]
+            types = [np.dtype(str(dtype).removeprefix("mlx.core.")) for dtype in launch["output_dtypes"]]
+            outputs = [
+                _aligned(_unwritten(shape, dtype)) for shape, dtype in zip(launch["output_shapes"], types, strict=True)
+            ]
+            pointers = [array.ctypes.data_as(ctypes.c_void_p) for array in (*arrays, *outputs)]
+            numbers = [ctypes.c_float(one) if isinstance(one, float) else ctypes.c_int(one) for one in scalars]
+            threads = launch["threadgroup"][0]
+            function(launch["grid"][0] // threads, threads, shared_memory, self.seed, *pointers, *numbers)
+            for original, array in zip(originals, arrays, strict=True):
+                original[...] = array
+            return [mx.array(output) for output in outputs]
+
+        return run
+
+    def _compile(self, name: str, defines: Defines) -> ctypes.CDLL:
+        mutant, old, new = self.mutation
+        source = source_of(name, defines).replace((FOLDER / "prelude.cuh").read_text(), "")
+        source = REPLACED.sub("", source.replace((FOLDER / "mma.cuh").read_text(), ""))
+        if name == mutant:
+            assert old in source, "a line that is there no longer"
+            source = source.replace(old, new)
+        source = re.sub(
+            r"extern __shared__.*? (\w+)\[\];", r"auto* \1 = reinterpret_cast<unsigned char*>(shared_memory);", source
+        )
+        wanted = parameters(name, defines)
+        declared = ", ".join(f"{kind} {parameter}" for kind, parameter in wanted)
+        members = "".join(f"{kind} {parameter};\n" for kind, parameter in wanted)
+        given, kept = (", ".join(start + parameter for _, parameter in wanted) for start in ("", "arguments."))
+        path = self._folder / f"{name}_{len(self._libraries)}.cpp"
+        path.write_text(
+            f'#include "{HEADER}"\n#define INFINITY HUGE_VALF\n{source}\nstruct Arguments {{\n{members}}} arguments;\n'
+            f'extern "C" void launch_kernel(int blocks, int threads, unsigned shared, int seed, {declared}) {{\n'
+            f"  arguments = {{{given}}};\n  launch(blocks, threads, shared, seed, [] {{ {name}({kept}); }});\n}}\n"
+        )
+        library = path.with_suffix(".so")
+        command = ["g++", "-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-o", str(library), str(path)]
+        compiled = subprocess.run(command, capture_output=True, text=True)
+        assert compiled.returncode == 0, compiled.stderr[:2000]
+        return ctypes.CDLL(str(library))
+
+
+def _unwritten(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
+    return np.full(shape, np.nan if dtype.kind == "f" else -(2**30), dtype)
+
+
+def _aligned(array: np.ndarray) -> np.ndarray:
+    """A copy that begins where vectors may, as a GPU's arrays do and MLX's on a CPU do not."""
+    whole = np.empty(array.nbytes + ALIGNMENT, np.uint8)
+    start = -whole.ctypes.data % ALIGNMENT
+    copied = whole[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    copied[...] = array
+    return copied

@@ -1,0 +1,211 @@
+"""Vectors, scores and labels of tiny folders against the numbers of transformers and sentence-transformers."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+
+from parallm.device.streams import DeviceStreams
+from parallm.model.encoders import bert, modernbert
+from parallm.model.load import load_shared_model
+from parallm.model.settings import LoraSettings, ModelSettings
+from parallm.model.shared_model import SharedModel
+from parallm.tasks.encoder import Encoder
+from parallm.tasks.settings import TaskSettings
+from parallm.types import EncodeRequest
+from tests.tasks.conftest import Row, build_encoder, encode
+from tests.tasks.tiny_folders import NAMES, read, write_folder
+
+MAX_ERROR = 1e-5
+AS_FILES_SAY = TaskSettings()
+ASKS = TaskSettings(score_template="qwen3_reranker")
+OF_TASK = {
+    task: [name for name in NAMES if read(name)["task"] == task] for task in ("embed", "score", "classify", "answer")
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Tiny:
+    reference: dict[str, Any]
+    model: SharedModel
+    encoder: Encoder
+
+
+Open = Callable[..., Tiny]
+
+
+@pytest.fixture
+def open_tiny(streams: DeviceStreams, tmp_path: Path) -> Open:
+    def open_reference(name: str, settings: TaskSettings = AS_FILES_SAY, **options: Any) -> Tiny:
+        reference = read(name)
+        folder = write_folder(reference, tmp_path / name)
+        model = load_shared_model(ModelSettings(path=str(folder), dtype="float32", lora=LoraSettings(rank=2)))
+        return Tiny(reference, model, build_encoder(model, folder, streams, settings, **options))
+
+    return open_reference
+
+
+def texts_of(tiny: Tiny, texts: Sequence[str]) -> list[Row]:
+    return [tiny.encoder.encode_text(text, tiny.encoder.spec("base")) for text in texts]
+
+
+def score(tiny: Tiny, **fields: Any) -> np.ndarray:
+    spec = tiny.encoder.spec("base")
+    pairs = [tiny.encoder.encode_pair(spec, query, text, limit=200) for query, text in tiny.reference["pairs"]]
+    request = EncodeRequest(
+        model="base", rows=tuple(row for row, _ in pairs), first_lengths=tuple(first for _, first in pairs), **fields
+    )
+    return asyncio.run(tiny.encoder.encode(request))[:, 0]
+
+
+def error(found: np.ndarray, expected: Any) -> float:
+    return float(np.abs(found - np.array(expected)).max())
+
+
+@pytest.mark.parametrize("name", OF_TASK["embed"])
+def test_vectors_are_those_of_sentence_transformers(
+    open_tiny: Open, name: str, record_property: Callable[[str, object], None]
+) -> None:
+    tiny = open_tiny(name)
+    worst = error(encode(tiny.encoder, texts_of(tiny, tiny.reference["texts"])), tiny.reference["vectors"])
+    if "prompted" in tiny.reference:
+        prompt = tiny.encoder.spec("base").prompts[tiny.reference["prompt_name"]]
+        rows = texts_of(tiny, [prompt + text for text in tiny.reference["texts"]])
+        worst = max(worst, error(encode(tiny.encoder, rows), tiny.reference["prompted"]))
+    record_property("tasks.worst_embedding_error", worst)
+    assert worst <= MAX_ERROR
+
+
+@pytest.mark.parametrize("name", OF_TASK["score"])
+def test_scores_of_pairs_are_those_of_a_cross_encoder(
+    open_tiny: Open, name: str, record_property: Callable[[str, object], None]
+) -> None:
+    tiny = open_tiny(name)
+    worst = max(
+        error(score(tiny), tiny.reference["scores"]), error(score(tiny, activates=False), tiny.reference["logits"])
+    )
+    record_property("tasks.worst_embedding_error", worst)
+    assert worst <= MAX_ERROR
+
+
+@pytest.mark.parametrize("name", OF_TASK["answer"])
+def test_a_yes_or_no_is_scored_as_the_model_card_says(
+    open_tiny: Open, name: str, record_property: Callable[[str, object], None]
+) -> None:
+    """One folder has a head of its own, one that of its embeddings."""
+    tiny = open_tiny(name, ASKS)
+    worst = max(
+        error(score(tiny), tiny.reference["scores"]), error(score(tiny, activates=False), tiny.reference["logits"])
+    )
+    record_property("tasks.worst_embedding_error", worst)
+    assert worst <= MAX_ERROR
+    assert np.ptp(tiny.reference["scores"]) > 0.01  # the control: scores that are all alike would show nothing
+
+
+@pytest.mark.parametrize("name", OF_TASK["classify"])
+def test_labels_are_those_of_transformers(
+    open_tiny: Open, name: str, record_property: Callable[[str, object], None]
+) -> None:
+    tiny = open_tiny(name)
+    rows = texts_of(tiny, tiny.reference["texts"])
+    worst = max(
+        error(encode(tiny.encoder, rows), tiny.reference["probabilities"]),
+        error(encode(tiny.encoder, rows, activates=False), tiny.reference["logits"]),
+    )
+    record_property("tasks.worst_embedding_error", worst)
+    assert worst <= MAX_ERROR
+    assert tiny.encoder.spec("base").labels == ("bad", "so", "good")
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "attribute", "wrong"),
+    [
+        ("e5", bert, "ACTIVATIONS", {"gelu": nn.gelu_approx}),
+        ("bge_m3", bert, "first_position", lambda config: 0),
+        ("modernbert", modernbert, "layer_kinds", lambda config: ["full_attention"] * 3),
+        ("modernbert", modernbert, "theta", lambda config, kind: 10_000.0),
+    ],
+)
+def test_what_encoders_are_often_wrong_in_shows(
+    open_tiny: Open, name: str, module: Any, attribute: str, wrong: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control of the numbers above: GELU by tanh, positions from zero, no windows, one theta."""
+    monkeypatch.setattr(module, attribute, wrong)
+    tiny = open_tiny(name)
+    assert error(encode(tiny.encoder, texts_of(tiny, tiny.reference["texts"])), tiny.reference["vectors"]) > MAX_ERROR
+
+
+def test_the_second_text_has_a_type_of_its_own(open_tiny: Open) -> None:
+    """The control: as one text a pair has other logits."""
+    tiny = open_tiny("bert_reranker")
+    spec = tiny.encoder.spec("base")
+    rows = [tiny.encoder.encode_pair(spec, query, text, limit=200)[0] for query, text in tiny.reference["pairs"]]
+    assert error(encode(tiny.encoder, rows, activates=False)[:, 0], tiny.reference["logits"]) > 1e-3
+
+
+@pytest.mark.parametrize("name", ["e5", "modernbert", "modernbert_classifier", "bert_reranker"])
+def test_a_row_of_an_encoder_alone_is_the_row_among_33(open_tiny: Open, name: str) -> None:
+    tiny, chance = open_tiny(name), np.random.RandomState(7)
+    rows = [tuple(chance.randint(5, 40, size=length).tolist()) for length in chance.randint(1, 60, size=33)]
+    together = encode(tiny.encoder, rows)
+    alone = np.concatenate([encode(tiny.encoder, [row]) for row in rows])
+    assert together == pytest.approx(alone, abs=MAX_ERROR)
+
+
+def test_an_encoder_is_a_lora_target(open_tiny: Open) -> None:
+    names = open_tiny("e5").model.targets
+    assert "encoder.layer.0.attention.self.query" in names
+    assert "layers.1.attn.Wqkv" in open_tiny("modernbert").model.targets
+    assert not any("embeddings" in name for name in names)
+
+
+def test_the_context_of_roberta_is_shorter_than_its_positions(open_tiny: Open) -> None:
+    assert open_tiny("bge_m3").model.max_context == 64
+
+
+@pytest.mark.parametrize(
+    ("name", "writes"), [("e5", False), ("e5_mistral", False), ("qwen3_classifier", False), ("qwen3_embedding", True)]
+)
+def test_what_has_no_head_for_text_is_known(open_tiny: Open, name: str, writes: bool) -> None:
+    assert open_tiny(name).model.writes_text is writes
+
+
+def test_qwen3_embedding_may_be_cut_to_any_size(open_tiny: Open) -> None:
+    tiny = open_tiny("qwen3_embedding")
+    rows = texts_of(tiny, tiny.reference["texts"])
+    assert encode(tiny.encoder, rows, dimensions=5).shape == (4, 5)
+
+
+def test_the_query_of_a_rerank_is_computed_once(open_tiny: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny = open_tiny("qwen3_reranker", ASKS, unit_tokens=4096)
+    computed: list[int] = []
+    hidden = SharedModel.hidden
+
+    def counted(self: SharedModel, tokens_BT: mx.array, cache: Any, lora: Any) -> mx.array:
+        computed.append(tokens_BT.size)
+        return hidden(self, tokens_BT, cache, lora)
+
+    monkeypatch.setattr(SharedModel, "hidden", counted)
+    together = score(tiny)
+    computed_once = sum(computed)
+    num_tokens = sum(
+        len(tiny.encoder.encode_pair(tiny.encoder.spec("base"), *pair, limit=200)[0])
+        for pair in tiny.reference["pairs"]
+    )
+    assert computed_once < 0.8 * num_tokens
+    assert error(together, tiny.reference["scores"]) <= MAX_ERROR
+
+
+def test_a_score_is_the_softmax_of_two_columns(open_tiny: Open) -> None:
+    tiny = open_tiny("qwen3_reranker_untied", ASKS)
+    spec = tiny.encoder.spec("base")
+    row, _ = tiny.encoder.encode_pair(spec, *tiny.reference["pairs"][0], limit=200)
+    logits_TV = tiny.model.base(mx.array([row]), cache=tiny.model.make_cache())[0, ...]
+    both = np.array(mx.softmax(logits_TV[-1][mx.array(spec.answers)].astype(mx.float32)))
+    assert encode(tiny.encoder, [row])[0, 0] == pytest.approx(both[0], abs=1e-6)
