@@ -54,7 +54,7 @@ def adapter_of(model: SharedModel, version: int):  # type: ignore[no-untyped-def
 def main() -> None:
     group = mx.distributed.init(strict=True, backend="ring")
     output, *cases = sys.argv[1:]
-    results = {}
+    results: dict[str, np.ndarray] = {}
     for case in cases:
         path, quantized = case.split(":")
         settings = ModelSettings(path=path, quantized=quantized)  # type: ignore[arg-type]  # it checks
@@ -63,7 +63,7 @@ def main() -> None:
         results[f"{case} sha256"] = np.array(model.sha256)
         results[f"{case} bytes"] = np.array(sum(layer.nbytes for layer in weights_of(model)))
     if group.rank() == 0:
-        np.savez(output, **results)
+        np.savez(output, **results)  # type: ignore[arg-type]  # no result is named allow_pickle
 
 
 def weights_of(model: SharedModel) -> list[mx.array]:
