@@ -8,6 +8,14 @@ from parallm.settings import settings
 
 
 @settings
+class FrontSettings:
+    enabled: bool = True
+    """Answer on `server.port` for all workers, which then listen on ports of their own."""
+    hold_seconds: float = Field(default=60.0, ge=0)
+    """Seconds that a request may wait for a worker while none is there; then it gets 503."""
+
+
+@settings
 class DistributedSettings:
     engine: Literal["off", "mlx", "ray"] = "off"
     """`mlx`: several processes train one policy, data parallel, over mx.distributed. Each serves, too. `ray`: the same
@@ -33,3 +41,5 @@ class DistributedSettings:
     """Number of partial sums with `exact`, the most workers that share an update."""
     timeout_seconds: float = Field(default=600.0, gt=0)
     """Longest wait for another worker; then the process saves and ends with exit code 75. With Ray also for nodes."""
+    front: FrontSettings = FrontSettings()
+    """One address before all workers, where this command starts them."""
