@@ -126,8 +126,9 @@ def test_what_a_lost_engine_leaves_is_sampled_by_another_and_nothing_comes_twice
 def test_an_error_of_the_request_itself_is_raised_and_the_others_are_aborted() -> None:
     class Refusing(Engine):
         async def sample(self, request: GenerationRequest) -> AsyncGenerator[Completion, None]:
+            if not request.n:
+                yield completion(0)
             raise InvalidRequest("too long")
-            yield completion(0)
 
     waiting = Engine("waiting")
 
