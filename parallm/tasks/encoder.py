@@ -91,6 +91,8 @@ class Encoder:
         adapter = self._adapters.resolve(model)
         if self._fault is not None:
             raise Unavailable(self._fault)
+        if self._model.parallel is not None:
+            raise Unavailable("a base that is divided between devices makes no vectors; serve it on one device")
         spec = self._base if adapter is None or adapter.spec is None else adapter.spec
         if spec is None:
             raise Unavailable(self._refusal)

@@ -113,9 +113,11 @@ _ROUTES: Mapping[Role, Mapping[str, str]] = {
     },
     "training": {
         "GET": "/debug/training /v1/training/status",
+        "PUT": "/v1/replica/versions/{version}",
         "POST": """
             /v1/training/pause /v1/training/resume /v1/training/update
             /training/checkpoint /v1/training/checkpoint
+            /v1/replica/join /v1/replica/generate /v1/replica/leave
         """,
     },
     "admin": {
@@ -150,13 +152,12 @@ def role_of(http: Request) -> Role:
     return ROLES[f"{http.method} {http.scope['route'].path_format}"]
 
 
-def authorize(http: Request, keys: tuple[StoredKey, ...], settings: ServerSettings) -> None:
-    """Check the key of a request and note its name. Raises WrongKey, NotAllowed."""
-    role = role_of(http)
+def authorize(role: Role, headers: Headers, keys: tuple[StoredKey, ...], settings: ServerSettings) -> None:
+    """Check the key of a request for a route of this role and note its name. Raises WrongKey, NotAllowed."""
     if role == "public":
         return
     if keys:
-        _check_key(http, role, keys)
+        _check_key(headers, role, keys)
     if RANK[role] > RANK["inference"] and not settings.control_routes:
         raise NotAllowed("this route is off; the server runs with server.control_routes=false")
 
@@ -174,8 +175,8 @@ def rows_of(route: APIRoute) -> list[str]:
     return [f"{method} {route.path_format}" for method in sorted(route.methods or ())]
 
 
-def _check_key(http: Request, role: Role, keys: tuple[StoredKey, ...]) -> None:
-    presented = presented_key(http.headers)
+def _check_key(headers: Headers, role: Role, keys: tuple[StoredKey, ...]) -> None:
+    presented = presented_key(headers)
     if presented is None:
         raise WrongKey("this server needs an API key; send it as `Authorization: Bearer KEY` or as `x-api-key: KEY`")
     key = find_key(presented, keys)
@@ -199,7 +200,7 @@ def auth_dependency(
         if context.is_local:
             context.api_role = "admin"
         else:
-            authorize(http, keys, settings)
+            authorize(role_of(http), http.headers, keys, settings)
         if drain.is_draining and not context.is_local and _asks_for_work(http):
             seconds = math.ceil(settings.drain_seconds)
             raise Draining(f"the server shuts down and takes no new requests; try again in {seconds} s", seconds)
