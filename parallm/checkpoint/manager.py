@@ -49,6 +49,10 @@ class CheckpointManager:
         logger.info("saved %s", final)
         return final
 
+    def rescue(self, state: TrainingState) -> Path:
+        """Save `state` after an error that ends the run. Raises CheckpointError."""
+        return self.save(state)
+
     def save_as(self, state: TrainingState, name: str) -> Path:
         """Save `state` as `named/NAME`, which is never deleted. Raises CheckpointError, InvalidRequest."""
         self.check_name(name)

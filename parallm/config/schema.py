@@ -18,7 +18,7 @@ from parallm.config.process_log import LogForm, LogLevel
 from parallm.config.run_folder import NAME_PATTERN
 from parallm.config.run_kinds import wrong_evaluation
 from parallm.device.settings import BlasSettings, DeviceSettings, ServingDeviceSettings
-from parallm.distributed.settings import DistributedSettings
+from parallm.distributed.settings import DistributedSettings, DivisionSettings
 from parallm.engine.settings import EngineSettings
 from parallm.environment.settings import ArithmeticSettings, EnvironmentSettings
 from parallm.errors import ConfigError
@@ -105,6 +105,8 @@ class ServeConfig(LogConfig):
     """The library behind matrix products on a CPU, and the share of serving."""
     metrics: DisplaySettings = DisplaySettings()
     """The display."""
+    distributed: DivisionSettings = DivisionSettings()
+    """A base that is divided between devices."""
 
 
 @settings
@@ -284,7 +286,7 @@ def check_choices(config: RunConfig) -> None:
             "and there are none; set learner.advantage=reinforce_pp, whose baseline is the whole step"
         )
     if config.distributed.engine == "off" and config.distributed != DistributedSettings():
-        wrong.append("distributed.*: keys for several workers; set distributed=mlx, or leave them out")
+        wrong.append("distributed.*: keys for several workers; set distributed=mlx or ray, or leave them out")
     if config.distributed.engine != "off":
         wrong += _wrong_for_workers(config)
     if wrong:
@@ -293,11 +295,20 @@ def check_choices(config: RunConfig) -> None:
 
 def _wrong_for_workers(config: RunConfig) -> Iterator[str]:
     """Yield a line for each choice that several workers do not support."""
-    engine = f"distributed={config.distributed.engine}"
+    engine, workers = f"distributed={config.distributed.engine}", config.distributed.workers
+    min_workers, address = config.distributed.min_workers, config.distributed.address
+    if config.distributed.engine == "ray" and workers is None:
+        yield f"{engine} needs the number of workers: set distributed.workers=N"
+    if config.distributed.engine == "mlx" and (min_workers, address) != (None, None):
+        yield f"{engine}: distributed.min_workers and distributed.address are for distributed=ray; leave them out"
+    if min_workers is not None and workers is not None and min_workers > workers:
+        yield f"distributed.min_workers={min_workers} is more than distributed.workers={workers}"
     if config.policies:
         yield f"{engine} trains one policy; leave policies out"
     if config.rollout.source != "environment":
         yield f"{engine}: rollout.source={config.rollout.source} learns from requests, which only one process can"
+    if config.rollout.engines:
+        yield f"{engine}: its workers sample in shares; leave rollout.engines out, or train with distributed=off"
     if config.learner.trains == "reward_model":
         yield f"{engine} trains policies; train a reward model with distributed=off"
     if config.rollout.curriculum.by != "off" and config.trainer.max_off_policy_steps:

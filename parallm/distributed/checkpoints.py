@@ -1,7 +1,8 @@
 """Checkpoints of a run of several workers: rank 0 writes them, and hands out the one to resume from.
 
-A worker whose exchange has failed saves the last finished step in its own folder, `RUN/ranks/R`. The next start of the
-run, with any number of workers, adopts the newest of these if rank 0 had not saved that step.
+The others wait until rank 0 has written one. A worker whose exchange has failed, then or at any other time, saves the
+last finished step in its own folder, `RUN/ranks/R`. The next start of the run, with any number of workers, adopts the
+newest of these if rank 0 had not saved that step.
 """
 
 import logging
@@ -17,10 +18,11 @@ from parallm.checkpoint.settings import CheckpointSettings
 from parallm.checkpoint.state import Fingerprint, RunFacts, TrainingState
 from parallm.distributed.team import RANKS
 from parallm.distributed.wire import pack, unpack
-from parallm.errors import CheckpointError
+from parallm.errors import CheckpointError, ExchangeFailed
 
-Share = Callable[[bytes], Future[list[bytes]]]
-"""Gathers one part of each rank."""
+Share = Callable[[str, bytes], Future[list[bytes]]]
+"""Gathers one part of each rank, under a label."""
+HANDED_OUT = "checkpoint"
 
 RECEIVED = Path("received") / "run"
 """Folder of a worker with what rank 0 has handed out; deeper than that of a policy would be."""
@@ -46,6 +48,16 @@ class SharedCheckpoints(CheckpointManager):
 class LeaderCheckpoints(SharedCheckpoints):
     """The checkpoints of rank 0: those of the run."""
 
+    def save(self, state: TrainingState) -> Path:
+        """Save, and tell the others. Raises CheckpointError."""
+        try:
+            folder = super().save(state)
+        except CheckpointError as error:
+            self._share(_label(state), str(error).encode())
+            raise
+        self._share(_label(state), b"")  # the others wait for it, rank 0 for none
+        return folder
+
     def load(
         self, resume: str, fingerprint: Fingerprint | None = None, facts: RunFacts | None = None
     ) -> TrainingState | None:
@@ -55,7 +67,7 @@ class LeaderCheckpoints(SharedCheckpoints):
             newest = self.checkpoints()[-1:] if resume == "auto" else (Path(resume),)
             best = self.best()
             folders = [path for path in (best, *newest) if path is not None] if state is not None else []
-            self._share(_packed(list(dict.fromkeys(folders)))).result()
+            self._share(HANDED_OUT, _packed(list(dict.fromkeys(folders)))).result()
         return state
 
 
@@ -68,19 +80,30 @@ class FollowerCheckpoints(SharedCheckpoints):
         settings: CheckpointSettings,
         *,
         leader: Path,
-        has_failed: Callable[[], bool],
         share: Share,
         flaw: Callable[[], str],
     ) -> None:
-        """`leader`: the run folder. `has_failed`: whether the exchange has."""
+        """`leader`: the run folder."""
         super().__init__(folder, settings, share=share, flaw=flaw)
         self._leader = leader
-        self._has_failed = has_failed
         self._received = folder / RECEIVED
 
     def save(self, state: TrainingState) -> Path:
-        """Save after a failure of the exchange; else return the folder in which rank 0 saves the same."""
-        return super().save(state) if self._has_failed() else self._leader / f"step_{state.step:06d}"
+        """Wait until rank 0 has saved the same, and return its folder; save here if rank 0 is lost meanwhile.
+
+        Raises CheckpointError, also for what keeps rank 0 from saving.
+        """
+        try:
+            error = self._share(_label(state), b"").result()[0].decode()
+        except ExchangeFailed:
+            return self.rescue(state)
+        if error:
+            raise CheckpointError(error)
+        return self._leader / f"step_{state.step:06d}"
+
+    def rescue(self, state: TrainingState) -> Path:
+        """Save here: rank 0 may be lost, or have saved nothing since. Raises CheckpointError."""
+        return super().save(state)
 
     def load(
         self, resume: str, fingerprint: Fingerprint | None = None, facts: RunFacts | None = None
@@ -89,11 +112,15 @@ class FollowerCheckpoints(SharedCheckpoints):
         if resume == "never":
             return None
         shutil.rmtree(self._received, ignore_errors=True)
-        _unpack(self._share(b"").result()[0], self._received)
+        _unpack(self._share(HANDED_OUT, b"").result()[0], self._received)
         return CheckpointManager(self._received, self.settings).load("auto")
 
     def best(self) -> Path | None:
         return best_checkpoint(checkpoint_folders(self._received))
+
+
+def _label(state: TrainingState) -> str:
+    return f"checkpoint of step {state.step}"
 
 
 def adopt_rescued(folder: Path) -> None:

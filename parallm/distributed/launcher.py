@@ -3,140 +3,103 @@
 `mlx.launch` does it over ssh, for several machines and for Macs, and ends with 0 whatever its processes ended with.
 """
 
-import json
 import os
-import signal
-import socket
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from pkgutil import resolve_name
 
-from parallm.distributed.identity import COORDINATOR, identity_of
+from parallm.distributed.gang import Interrupts, free_ports, ring_hosts, run_gangs, variables
+from parallm.distributed.identity import Backend, identity_of
 from parallm.distributed.settings import DistributedSettings
-from parallm.distributed.team import EXCHANGE_FAILED
 from parallm.errors import ConfigError
 
 CUDA_PACKAGES = ("mlx-cuda-12", "mlx-cuda-13")
-STOP_SECONDS = 2.0
-"""Time after a failure until the other workers get SIGTERM: those that have joined know it by then, and save."""
-KILL_SECONDS = 120.0
-"""Time after a failure until the other workers are killed."""
-POLL_SECONDS = 0.1
-SIGNALLED = 128
-"""Exit code of a process that a signal killed, less the signal's number, as shells count."""
+LOOPBACK = "127.0.0.1"
+CONDUCTOR = "parallm.distributed.conductor:conduct"
 
 
 def must_launch(settings: DistributedSettings) -> bool:
     """Whether this process is to start the workers instead of being one. Raises ConfigError."""
-    return settings.engine != "off" and (settings.workers or 1) > 1 and identity_of() is None
+    several = settings.engine == "ray" or (settings.workers or 1) > 1
+    return settings.engine != "off" and several and identity_of() is None
 
 
-def launch(settings: DistributedSettings, arguments: Sequence[str], folder: Path) -> int:
-    """Run this command as `settings.workers` processes. Returns the exit code of the one that failed first, else 0.
+def launch(settings: DistributedSettings, arguments: Sequence[str], folder: Path, resume: str) -> int:
+    """Run this command as `settings.workers` processes, here or by Ray. Returns the exit code.
 
-    `folder` is that of the run. Raises ConfigError if this machine has fewer GPUs.
+    `folder` is that of the run, `resume` the `checkpoint.resume` of the command. Raises ConfigError if this machine has
+    fewer GPUs.
     """
-    count = settings.workers or 1
-    with tempfile.TemporaryDirectory(prefix="parallm-") as temporary:
-        environments = _environments(settings, count, Path(temporary))
-        command = [sys.executable, "-m", "parallm.train", *arguments, f"hydra.run.dir={folder}"]
-        processes = [subprocess.Popen(command, env=os.environ | own) for own in environments]
-        forwarded = _forward_signals(processes)
+    command = ["-m", "parallm.train", *arguments, f"hydra.run.dir={folder}"]
+    interrupts = Interrupts()
+    if settings.engine == "ray":
         try:
-            return _watch(processes, folder)
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-            for number, handler in forwarded.items():
-                signal.signal(number, handler)
+            conduct = resolve_name(CONDUCTOR)
+        except ModuleNotFoundError as error:
+            raise ConfigError(f"distributed=ray needs Ray: pip install 'parallm[ray]' ({error})") from error
+        return conduct(settings, command, folder, resume, interrupts)
+    with tempfile.TemporaryDirectory(prefix="parallm-") as temporary, interrupts.counted():
+        host = Host(settings, command, Path(temporary) / "hosts.json")
+        return run_gangs(host, settings, folder, resume=resume, interrupts=interrupts)
 
 
-def _environments(settings: DistributedSettings, count: int, temporary: Path) -> list[dict[str, str]]:
-    """The variables of mx.distributed and of the channel for each rank."""
-    ports = _free_ports(count + 1)
-    usual = {COORDINATOR: f"127.0.0.1:{ports[-1]}"}
-    if settings.backend == "nccl" or (settings.backend == "auto" and _has_cuda()):
-        devices = _devices()
-        if len(devices) < count:
+def launch_ranks(settings: DistributedSettings, arguments: Sequence[str], folder: Path) -> int:
+    """Serve as `settings.workers` processes here, each with a part of the base. Returns the exit code.
+
+    `folder` is that of the server. Raises ConfigError if this machine has fewer GPUs.
+    """
+    interrupts = Interrupts()
+    with tempfile.TemporaryDirectory(prefix="parallm-") as temporary, interrupts.counted():
+        host = Host(settings, ["-m", "parallm.serve", *arguments], Path(temporary) / "hosts.json")
+        return run_gangs(host, settings, folder, resume="never", interrupts=interrupts)
+
+
+class Host:
+    """This machine: gangs of one size, with a GPU for each worker or a share of the cores."""
+
+    shares_terminal = True
+
+    def __init__(self, settings: DistributedSettings, command: Sequence[str], hosts_file: Path) -> None:
+        """`command`: the arguments of Python."""
+        self._count = settings.workers or 1
+        self._command = command
+        self._hosts_file = hosts_file
+        self._backend = backend_of(settings)
+        self._devices = devices() if self._backend == "nccl" else []
+        if self._backend == "nccl" and len(self._devices) < self._count:
             raise ConfigError(
-                f"distributed.workers={count}: NCCL needs a GPU for each, and this process sees {len(devices)}"
+                f"distributed.workers={self._count}: NCCL needs a GPU for each, and this process sees "
+                f"{len(self._devices)}"
             )
-        shared = usual | {
-            "NCCL_HOST_IP": "127.0.0.1",
-            "NCCL_PORT": str(ports[0]),
-            "MLX_WORLD_SIZE": str(count),
-            "NCCL_NVLS_ENABLE": os.environ.get("NCCL_NVLS_ENABLE", "0"),  # not every host allows multicast
-        }
-        return [shared | {"MLX_RANK": str(rank), "CUDA_VISIBLE_DEVICES": devices[rank]} for rank in range(count)]
+
+    def start(self, overrides: Sequence[str]) -> list[subprocess.Popen[bytes]]:
+        hosts, ports = [LOOPBACK] * self._count, free_ports(LOOPBACK, self._count + 1)
+        own = variables(self._backend, hosts, ports[:-1], ports[-1])
+        for rank, values in enumerate(own):
+            if self._backend == "nccl":
+                values["CUDA_VISIBLE_DEVICES"] = self._devices[rank]
+            else:
+                values["MLX_HOSTFILE"] = str(self._hosts_file)
+        self._hosts_file.write_text(ring_hosts(hosts, ports[:-1]))
+        command = [sys.executable, *self._command, *overrides]
+        return [subprocess.Popen(command, env=os.environ | values) for values in own]
+
+    def has_more(self) -> bool:
+        return False
+
+
+def backend_of(settings: DistributedSettings) -> Backend:
+    """The library that sums gradients between workers with the Python of this process. Raises ConfigError."""
     if settings.backend == "jaccl":
         raise ConfigError("distributed.backend=jaccl: Macs are started by mlx.launch --backend jaccl --hostfile FILE")
-    hosts = temporary / "hosts.json"
-    hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in ports[:count]]))
-    return [usual | {"MLX_RANK": str(rank), "MLX_HOSTFILE": str(hosts)} for rank in range(count)]
-
-
-def _watch(processes: Sequence[subprocess.Popen[bytes]], folder: Path) -> int:
-    """Wait for all; once one has failed the others have some time to save. Returns the exit code."""
-    failed_at: float | None = None
-    is_told = False
-    while any(process.poll() is None for process in processes):
-        time.sleep(POLL_SECONDS)
-        if failed_at is None:
-            failed_at = time.monotonic() if any(process.returncode for process in processes) else None
-            continue
-        if time.monotonic() > failed_at + KILL_SECONDS:
-            _send(processes, signal.SIGKILL)
-        elif not is_told and time.monotonic() > failed_at + STOP_SECONDS:
-            is_told = True  # a second one would end them without saving
-            _send(processes, signal.SIGTERM)
-    codes = [process.returncode for process in processes]
-    if not any(codes):
-        return 0
-    sys.stderr.write(f"parallm: {_told(codes)}; each one's reason is in {folder}/ranks/RANK/worker.json\n")
-    # the cause, not the workers that have lost it
-    first = next((code for code in codes if code not in (0, EXCHANGE_FAILED)), EXCHANGE_FAILED)
-    return SIGNALLED - first if first < 0 else first
-
-
-def _told(codes: Sequence[int]) -> str:
-    return ", ".join(
-        f"rank {rank} " + (f"was killed by signal {-code}" if code < 0 else f"ended with {code}")
-        for rank, code in enumerate(codes)
-    )
-
-
-def _forward_signals(processes: Sequence[subprocess.Popen[bytes]]) -> Mapping[int, Any]:
-    """Hand SIGTERM to all workers. Ctrl-C reaches them by itself, from the terminal."""
-
-    return {
-        signal.SIGTERM: signal.signal(signal.SIGTERM, lambda number, _: _send(processes, number)),
-        signal.SIGINT: signal.signal(signal.SIGINT, lambda *_: None),
-    }
-
-
-def _send(processes: Sequence[subprocess.Popen[bytes]], number: int) -> None:
-    for process in processes:
-        with suppress(ProcessLookupError):
-            process.send_signal(number)
-
-
-def _free_ports(count: int) -> list[int]:
-    """Ports of the loopback interface that nothing listens on now."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
-    finally:
-        for one in sockets:
-            one.close()
+    if settings.backend == "auto":
+        return "nccl" if _has_cuda() else "ring"
+    return settings.backend
 
 
 def _has_cuda() -> bool:
@@ -146,7 +109,7 @@ def _has_cuda() -> bool:
     return False
 
 
-def _devices() -> list[str]:
+def devices() -> list[str]:
     """The GPUs that this process sees, as CUDA_VISIBLE_DEVICES names them."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:

@@ -22,8 +22,8 @@ from parallm.model.kernels.slot_copy import can_copy, copy_out, copy_to_slots
 from parallm.model.kernels.token_draw import draw_tokens, score_tokens
 from parallm.model.kernels.token_filter import ends_by_kernel, weights_by_kernel
 from parallm.model.logprobs import softmax_of
-from parallm.model.lora.linear import MIN_LONG, merged_linears
-from parallm.model.lora.segmented import PackedLora, SegmentedLora, order_rows
+from parallm.model.lora.linear import merged_linears
+from parallm.model.lora.segmented import MIN_LONG, PackedLora, SegmentedLora, order_rows
 from parallm.model.lora.selector import LoraSelector
 from parallm.model.shared_model import PlainCache, SharedModel
 
@@ -55,9 +55,8 @@ def engine_kernels(model: SharedModel, adapter: Adapter, settings: EngineSetting
         buckets = sorted({row_bucket(rows) for rows in range(1, MAX_BUCKET + 1)})
         for lora in (None, *_loras(model, adapter)):
             for merged in {merged.form(lora): merged for merged in merged_linears(model.base)}.values():
-                inputs, _ = model.targets[merged.targets[0]]
                 for rows, tokens in (*((rows, 1) for rows in buckets), (1, STEP), (1, MIN_LONG)):
-                    merged.list_kernels(mx.zeros((rows, tokens, inputs), model.dtype), lora)
+                    merged.list_kernels(mx.zeros((rows, tokens, merged.num_inputs), model.dtype), lora)
     return list(kernels)
 
 

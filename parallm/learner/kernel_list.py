@@ -1,6 +1,5 @@
 """The CUDA kernels that a learner launches for a model: found by building a pass, which nothing evaluates."""
 
-from collections.abc import Mapping
 from contextlib import suppress
 from itertools import chain
 from typing import Any
@@ -56,7 +55,7 @@ def packed_kernels(model: SharedModel) -> list[Specialization]:
     return [kernel for kernel in with_long_prompts(kernels) if kernel in kernels or kernel[0] == FORWARD]
 
 
-def with_long_prompts(kernels: Mapping[Specialization, None]) -> list[Specialization]:
+def with_long_prompts(kernels: dict[Specialization, None]) -> list[Specialization]:
     """`kernels` and those with which long prompts attend."""
     attention: list[dict[str, Any]] = [dict(defines) for name, defines in kernels if name == FORWARD]
     variants = [specializations(one["T"], one["HEAD"], one["REPEATS"]) for one in attention]

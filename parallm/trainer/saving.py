@@ -48,12 +48,7 @@ class Saver:
 
     async def save(self) -> Path:
         """Save the state after the last finished step. Returns the folder. Raises CheckpointError."""
-        state = self._make_state()
-        folder = await asyncio.wrap_future(self._device.call(lambda: self._checkpoints.save(state)))
-        self.num_saves += 1
-        self.saved_step = state.step
-        self._on_save(state.step)
-        return folder
+        return await self._write(self._checkpoints.save)
 
     async def save_as(self, name: str) -> Path:
         """Save it as a named checkpoint, which is never deleted. Raises CheckpointError."""
@@ -76,9 +71,17 @@ class Saver:
     async def rescue(self) -> None:
         """Save the steps before an error, if the disk allows."""
         try:
-            await self.save()
+            await self._write(self._checkpoints.rescue)
         except ParallmError as error:
             logger.error("the steps since the last checkpoint are lost: %s", error)
+
+    async def _write(self, write: Callable[[TrainingState], Path]) -> Path:
+        state = self._make_state()
+        folder = await asyncio.wrap_future(self._device.call(lambda: write(state)))
+        self.num_saves += 1
+        self.saved_step = state.step
+        self._on_save(state.step)
+        return folder
 
 
 def write_adapter(adapter: Adapter, folder: Path, model: SharedModel) -> None:

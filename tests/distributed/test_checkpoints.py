@@ -1,8 +1,8 @@
 """Who saves what, what is adopted after a failure, and what is handed out."""
 
 import threading
+import time
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +29,10 @@ def contents(root: Path) -> dict[str, str]:
     return {path.parent.relative_to(root).as_posix(): path.read_text() for path in root.rglob("state")}
 
 
+def follower_of(run: Path, channel: Channel) -> FollowerCheckpoints:
+    return FollowerCheckpoints(run / "ranks" / "1", SETTINGS, leader=run, share=channel.gather, flaw=lambda: "")
+
+
 def test_what_the_first_rank_could_not_save_is_adopted_and_the_rest_deleted(tmp_path: Path) -> None:
     write(tmp_path, {"step_000010": "own", "ranks/1/step_000012": "1", "ranks/2/step_000012": "2"})
     write(tmp_path, {"ranks/2/step_000010": "old", "ranks/1/step_000009": "older"})
@@ -53,16 +57,8 @@ def test_what_is_handed_out_stays_in_its_folder(tmp_path: Path) -> None:
 
 def test_all_ranks_resume_from_what_the_first_has_and_know_the_best(tmp_path: Path, channels: Channels) -> None:
     first, second = channels(2)
-    failures: list[str] = []
-    leader = LeaderCheckpoints(tmp_path, SETTINGS, share=partial(first.gather, "x"), flaw=lambda: "")
-    follower = FollowerCheckpoints(
-        tmp_path / "ranks" / "1",
-        SETTINGS,
-        leader=tmp_path,
-        has_failed=lambda: bool(failures),
-        share=partial(second.gather, "x"),
-        flaw=lambda: "",
-    )
+    leader = LeaderCheckpoints(tmp_path, SETTINGS, share=first.gather, flaw=lambda: "")
+    follower = follower_of(tmp_path, second)
     for state in (build_state(3, score=0.5), build_state(7)):
         leader.save(state)
         assert follower.save(state) == tmp_path / f"step_{state.step:06d}"
@@ -79,15 +75,40 @@ def test_all_ranks_resume_from_what_the_first_has_and_know_the_best(tmp_path: Pa
     assert best is not None
     assert best.name == "step_000003"
     assert not list((tmp_path / "ranks" / "1").glob("step_*"))
-    failures.append("rank 0 is gone")
+    first.fail("rank 0 is gone")
     assert follower.save(build_state(8)).parent == tmp_path / "ranks" / "1"
     adopt_rescued(tmp_path)
     assert leader.checkpoints()[-1].name == "step_000008"
 
 
 def test_nothing_is_saved_of_versions_that_differ(tmp_path: Path, channels: Channels) -> None:
-    share = partial(channels(1)[0].gather, "x")
+    share = channels(1)[0].gather
     checkpoints = LeaderCheckpoints(tmp_path, SETTINGS, share=share, flaw=lambda: "the workers' versions differ")
     with pytest.raises(CheckpointError, match="differ"):
         checkpoints.save(build_state(1))
     assert not checkpoints.checkpoints()
+
+
+def test_what_the_first_rank_has_not_written_to_its_end_the_others_save(tmp_path: Path, channels: Channels) -> None:
+    first, second = channels(2)
+    follower = follower_of(tmp_path, second)
+    folders: list[Path] = []
+    thread = threading.Thread(target=lambda: folders.append(follower.save(build_state(5))))
+    thread.start()
+    time.sleep(0.1)
+    assert not folders, "the first rank may still be lost"
+    first.fail("rank 0 is gone")
+    thread.join(5)
+    assert [folder.parent.name for folder in folders] == ["1"]
+
+
+def test_an_error_of_one_rank_alone_lets_it_wait_for_no_other(tmp_path: Path, channels: Channels) -> None:
+    assert follower_of(tmp_path, channels(2)[1]).rescue(build_state(5)).parent == tmp_path / "ranks" / "1"
+
+
+def test_what_keeps_the_first_rank_from_saving_is_told_to_the_others(tmp_path: Path, channels: Channels) -> None:
+    first, second = channels(2)
+    leader = LeaderCheckpoints(tmp_path, SETTINGS, share=first.gather, flaw=lambda: "the disk is full")
+    for checkpoints in (leader, follower_of(tmp_path, second)):
+        with pytest.raises(CheckpointError, match="the disk is full"):
+            checkpoints.save(build_state(5))

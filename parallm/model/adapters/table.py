@@ -6,7 +6,7 @@ A change replaces one immutable `TableState` by another, so readers need no lock
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -172,6 +172,21 @@ class AdapterTable:
                 )
             )
 
+    def forget(self, name: str) -> None:
+        """Unload all versions of `name` and let their numbers come again. The caller drops what was computed with them.
+
+        Raises AdapterError, after unloading, while sequences still run on one.
+        """
+        with self._lock:
+            with suppress(UnknownModel):
+                self.unload(name)
+            if num_running := sum(entry.num_running for key, entry in self._state.entries.items() if key[0] == name):
+                raise AdapterError(
+                    f"{num_running} sequences still run on versions of {name}, whose numbers cannot come again yet"
+                )
+            self._highest.pop(name, None)
+            self._dropped = {key for key in self._dropped if key[0] != name}
+
     def hold(self, models: Iterable[str]) -> None:
         """Keep the versions that these names mean now in memory, and no others of an earlier call.
 
@@ -245,6 +260,10 @@ class AdapterTable:
         if "@" in asked:
             return self._pinned(state, *asked.split("@", 1))
         raise UnknownModel(f"no model {model!r}; there are {self._names(state)}")
+
+    def keys(self) -> Collection[Key]:
+        """All versions in memory."""
+        return self._state.entries.keys()
 
     def holds(self, name: str, version: int) -> bool:
         """Whether this version is in memory."""

@@ -3,6 +3,9 @@
 Token ids that the model sampled are never re-tokenised: `reply_tokens` gives the ids that follow them.
 """
 
+import hashlib
+import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -62,6 +65,12 @@ class ChatTokenizer:
         """Most characters that a token stands for; an upper bound where the vocabulary is one of bytes."""
         return max(map(len, self._tokenizer.get_vocab()))
 
+    @cached_property
+    def sha256(self) -> str:
+        """Digest of what token ids mean: the vocabulary and the tokens that end a completion."""
+        meaning = [sorted(self._tokenizer.get_vocab().items()), sorted(self.eos_token_ids)]
+        return hashlib.sha256(json.dumps(meaning).encode()).hexdigest()
+
     def encode(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> tuple[int, ...]:
         """Token ids of plain text. `add_special`: with the special tokens that the tokenizer adds by itself.
         `parse_special`: texts of control tokens become the tokens."""
@@ -73,11 +82,10 @@ class ChatTokenizer:
 
     def encode_filled(self, template: str, **texts: str) -> tuple[int, ...]:
         """Token ids of `template` with `{name}` replaced by each text. Control tokens in the texts are text."""
-        for name, text in texts.items():
-            before, field, after = template.partition(f"{{{name}}}")
-            # others may hold the name of a later field
-            template = before + self._controls.guarded(text) + after if field else before
-        return self.encode_more(template)
+        # in one pass: a text may hold the name of another field
+        fields = "|".join(map(re.escape, texts))
+        filled = re.sub(rf"\{{({fields})\}}", lambda match: self._controls.guarded(texts[match[1]]), template)
+        return self.encode_more(filled)
 
     @cached_property
     def pair_frame(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:

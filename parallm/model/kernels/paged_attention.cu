@@ -36,13 +36,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
   const unsigned share = blockIdx.x / (TILES * HEADS), num_pages = counts[0];
   const unsigned num_shares = min(unsigned(shares), num_pages);
   if (share >= num_shares) return;
-  const int begin = num_pages * share / num_shares, end = num_pages * (share + 1) / num_shares;
+  auto begin_of = [&](unsigned of_share) { return int(num_pages * of_share / num_shares); };
+  const int begin = begin_of(share), end = begin_of(share + 1);
   auto share_of = [&](int index) { return int(((index + 1) * num_shares - 1) / num_pages); };
   const int first_query = head * REPEATS + tile * TILE;
 
   auto angles_of = [&](int row) { return reinterpret_cast<const float2*>(angles) + int64_t(row) * (DIMS / 2); };
   auto load_queries = [&](int row) {
     const T* from = queries + queries_start + int64_t(row) * queries_pitch + first_query * HEAD;
+#pragma unroll 1
     for (int i = threadIdx.x; i < TILE * VECTORS; i += THREADS) {
       const int m = i / VECTORS, at = i % VECTORS * 8;
       *reinterpret_cast<Pack<T>*>(query_rows + m * PITCH + at) = rotated_vector(from + m * HEAD, at, angles_of(row));
@@ -62,11 +64,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
       copy_vector(address_of(to + (KEYS + position) * PITCH + at), values + from + i * 8, position < newest);
     }
     if (newest >= KEYS) return;
+#pragma unroll 1
     for (int i = lane; i < 2 * VECTORS; i += 32) {
       const bool is_value = i >= VECTORS;
       const int at = i % VECTORS * 8;
       const Pack<T> found =
-          is_value ? vector_at(new_values + values_start + int64_t(page.x) * values_pitch + head * HEAD + at)
+          is_value ? *reinterpret_cast<const Pack<T>*>(new_values + values_start + int64_t(page.x) * values_pitch +
+                                                       head * HEAD + at)
                    : rotated_vector(new_keys + keys_start + int64_t(page.x) * keys_pitch + head * HEAD, at,
                                     angles_of(page.x));
       *reinterpret_cast<Pack<T>*>(to + (is_value * KEYS + newest) * PITCH + at) = found;
@@ -75,28 +79,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     }
   };
 
-  int4 now = pages[begin], ahead = now;  // the page that is multiplied, and the one that is copied next
+#pragma unroll 1
   for (int i = TILE * VECTORS + threadIdx.x; i < 16 * VECTORS; i += THREADS)
     *reinterpret_cast<uint4*>(query_rows + i / VECTORS * PITCH + i % VECTORS * 8) = make_uint4(0, 0, 0, 0);
-#pragma unroll
-  for (int s = 0; s < STAGES - 1; s++) {
-    if (begin + s < end) copy_page(ahead, s);
-    commit_copies();
-    ahead = pages[min(begin + s + 1, end - 1)];
-  }
-  load_queries(now.x);
-  __syncthreads();
-
   Tile<HEAD> sums = {};
   float largest[2] = {-INFINITY, -INFINITY}, total[2] = {};
+  int4 ahead = pages[begin], next = ahead;  // the pages that are copied and multiplied next
+  int row = -1;                             // of the queries in shared memory
 #pragma unroll 1
-  for (int i = begin, stage = 0; i < end; i++) {
+  for (int i = begin - STAGES + 1, stage = 0; i < end; i++) {
     wait_copies<STAGES - 2>();
     __syncwarp();
-    if (i + STAGES - 1 < end) copy_page(ahead, (stage + STAGES - 1) % STAGES);
+    if (i + STAGES - 1 < end) copy_page(ahead, stage);
     commit_copies();
     ahead = pages[min(i + STAGES, end - 1)];
-    const int4 next = pages[min(i + 1, end - 1)];
+    stage = stage == STAGES - 1 ? 0 : stage + 1;  // of the oldest page
+    if (i < begin) continue;
+    const int4 now = next;
+    next = pages[min(i + 1, end - 1)];
+    if (now.x != row) {
+      row = now.x;
+      load_queries(row);
+      __syncthreads();
+    }
     const int start = now.z + warp * KEYS, length = now.w, low = window > 0 ? length + 1 - window : 0;
     T* own = buffers + (stage * WARPS + warp) * BUFFER;
     if (start <= length && start + KEYS > low) {
@@ -137,7 +142,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     }
 
     if (i + 1 == end || next.x != now.x) {  // alike in all warps: the row's pages in this share end here
-      const int row = now.x, first_page = max(0, low) / PAGE;
+      const int first_page = max(0, low) / PAGE;
       // Sums of a warp, (16, PITCH), in place of its keys and values
       __syncwarp();
       float* own_sums = reinterpret_cast<float*>(own);
@@ -186,10 +191,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
       };
       const int row_begin = i - (now.z / PAGE - first_page), row_end = row_begin + length / PAGE - first_page + 1;
       const bool is_whole = row_begin >= begin && row_end <= end;
-      auto part_of = [&](int of_share) {  // a share's second one if the row begins inside of it
-        return of_share * 2 + (row_begin > int(num_pages * of_share / num_shares));
+      // The row's shares, and the parts that are theirs: a share's second one if the row begins inside of it
+      const int first_share = row_begin >= begin ? int(share) : share_of(row_begin);
+      const int first_part = 2 * first_share + (row_begin > begin_of(first_share));
+      auto place_of = [&](int of_share, int m) {
+        return int64_t(of_share == first_share ? first_part : 2 * of_share) * QUERIES + first_query + m;
       };
       const float* all_sums = reinterpret_cast<const float*>(buffers + stage * WARPS * BUFFER);
+#pragma unroll 1
       for (int v = threadIdx.x; v < TILE * HEAD / 4; v += THREADS) {
         const int m = v / (HEAD / 4), d = v % (HEAD / 4) * 4;
         float most = LEAST, all = 0.0f;
@@ -206,45 +215,43 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         if (is_whole) {
           write(m, d, most, all, found);
         } else {
-          const int64_t place = int64_t(part_of(share)) * QUERIES + first_query + m;
+          const int64_t place = place_of(share, m);
           *reinterpret_cast<float4*>(sums_of_parts + place * HEAD + d) = found;
           if (d == 0) reinterpret_cast<float2*>(scales)[place] = make_float2(most, all);
         }
       }
       if (!is_whole) {
-        const int first_share = share_of(row_begin), last_share = share_of(row_end - 1);
+        const int last_share = share_of(row_end - 1);
         __threadfence();
         __syncthreads();
         if (threadIdx.x == 0) {
-          unsigned* count = reinterpret_cast<unsigned*>(const_cast<int*>(counts)) + 1 + (row * HEADS + head) * TILES + tile;
-          is_last = atomicInc(count, last_share - first_share) == last_share - first_share;  // and zero again
+          const unsigned most = last_share - first_share;
+          unsigned* ended = reinterpret_cast<unsigned*>(const_cast<int*>(counts)) + 1;
+          is_last = atomicInc(ended + (row * HEADS + head) * TILES + tile, most) == most;  // which makes it zero again
         }
         __syncthreads();
         if (is_last) {
           __threadfence();
+#pragma unroll 1
           for (int v = threadIdx.x; v < TILE * HEAD / 4; v += THREADS) {
             const int m = v / (HEAD / 4), d = v % (HEAD / 4) * 4;
-            auto place_of = [&](int of_share) { return int64_t(part_of(of_share)) * QUERIES + first_query + m; };
-            auto scale_of = [&](int of_share) { return __ldcg(reinterpret_cast<const float2*>(scales) + place_of(of_share)); };
+            auto scale_of = [&](int s) { return __ldcg(reinterpret_cast<const float2*>(scales) + place_of(s, m)); };
             float most = LEAST, all = 0.0f;
             float4 found = {};
-#pragma unroll 8
+#pragma unroll 4
             for (int s = first_share; s <= last_share; s++) most = fmaxf(most, scale_of(s).x);
-#pragma unroll 8
+#pragma unroll 4
             for (int s = first_share; s <= last_share; s++) {
               const float2 scale = scale_of(s);
               const float weight = exp2_of(scale.x - most);
               all += weight * scale.y;
-              add(found, weight, __ldcg(reinterpret_cast<const float4*>(sums_of_parts + place_of(s) * HEAD + d)));
+              add(found, weight, __ldcg(reinterpret_cast<const float4*>(sums_of_parts + place_of(s, m) * HEAD + d)));
             }
             write(m, d, most, all, found);
           }
         }
       }
-      if (i + 1 < end) load_queries(next.x);
       __syncthreads();
     }
-    now = next;
-    stage = stage + 1 == STAGES ? 0 : stage + 1;
   }
 }

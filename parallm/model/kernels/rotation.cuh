@@ -1,18 +1,9 @@
-// `sizeof(Pack<T>)` bytes from anywhere.
-template <typename T>
-__device__ __forceinline__ Pack<T> vector_at(const T* from) {
-  if (reinterpret_cast<uintptr_t>(from) % sizeof(Pack<T>) == 0) return *reinterpret_cast<const Pack<T>*>(from);
-  Pack<T> found;
-  for (int i = 0; i < Pack<T>::size; i++) found.values[i] = from[i];
-  return found;
-}
-
 // The vector from value `start` of a head on. DIMS values of the head are rotated by `angles`, cosine and sine of each
 // pair (0: none); pairs are neighbours if PAIRED, or else half of DIMS apart.
 template <typename T>
 __device__ __forceinline__ Pack<T> rotated_vector(const T* head, int start, const float2* angles) {
   constexpr int HALF = DIMS > 0 ? DIMS / 2 : 1;
-  Pack<T> own = vector_at(head + start);
+  Pack<T> own = *reinterpret_cast<const Pack<T>*>(head + start);
   if (start >= DIMS) return own;
   const float2* angle = angles + (PAIRED ? start / 2 : start % HALF);
   if constexpr (PAIRED) {
@@ -25,12 +16,12 @@ __device__ __forceinline__ Pack<T> rotated_vector(const T* head, int start, cons
     }
   } else {
     const bool is_first = start < HALF;
-    const Pack<T> other = vector_at(head + (is_first ? start + HALF : start - HALF));
+    const Pack<T> other = *reinterpret_cast<const Pack<T>*>(head + (is_first ? start + HALF : start - HALF));
 #pragma unroll
     for (int i = 0; i < Pack<T>::size; i++) {
-      const float one = float(own.values[i]), two = float(other.values[i]);
       const float2 turn = angle[i];
-      own.values[i] = T(is_first ? one * turn.x - two * turn.y : two * turn.y + one * turn.x);
+      const float sine = is_first ? -turn.y : turn.y;
+      own.values[i] = T(float(own.values[i]) * turn.x + float(other.values[i]) * sine);
     }
   }
   return own;

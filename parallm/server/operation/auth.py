@@ -100,10 +100,12 @@ _ROUTES: Mapping[Role, Mapping[str, str]] = {
             /models /v1/models /v1/models/{name}
             /model_info /get_model_info /get_weight_version /weight_info /get_world_size /get_world_size/
             /health_generate /is_paused /metrics /v1/metrics /v1/queue /v1/queue/stats
-            /v1/adapters /v1/shares /v1/splits /v1/trajectories
+            /v1/adapters /v1/shares /v1/splits /v1/trajectories /info
         """,
         "POST": """
             /v1/chat/completions /v1/completions /v1/responses /v1/embeddings /embeddings
+            /rerank /v1/rerank /v2/rerank /score /v1/score /pooling /v1/pooling
+            /classify /v1/classify /v1/classifications /embed /predict /similarity
             /generate /generate/ //generate /inference/v1/generate /tokenize /detokenize
             /v1/requests/{request_id}/cancel
             /v1/rewards /v1/rewards/score /v1/trajectories/{trajectory_id}/reward
@@ -111,9 +113,11 @@ _ROUTES: Mapping[Role, Mapping[str, str]] = {
     },
     "training": {
         "GET": "/debug/training /v1/training/status",
+        "PUT": "/v1/replica/versions/{version}",
         "POST": """
             /v1/training/pause /v1/training/resume /v1/training/update
             /training/checkpoint /v1/training/checkpoint
+            /v1/replica/join /v1/replica/generate /v1/replica/leave
         """,
     },
     "admin": {
@@ -148,13 +152,12 @@ def role_of(http: Request) -> Role:
     return ROLES[f"{http.method} {http.scope['route'].path_format}"]
 
 
-def authorize(http: Request, keys: tuple[StoredKey, ...], settings: ServerSettings) -> None:
-    """Check the key of a request and note its name. Raises WrongKey, NotAllowed."""
-    role = role_of(http)
+def authorize(role: Role, headers: Headers, keys: tuple[StoredKey, ...], settings: ServerSettings) -> None:
+    """Check the key of a request for a route of this role and note its name. Raises WrongKey, NotAllowed."""
     if role == "public":
         return
     if keys:
-        _check_key(http, role, keys)
+        _check_key(headers, role, keys)
     if RANK[role] > RANK["inference"] and not settings.control_routes:
         raise NotAllowed("this route is off; the server runs with server.control_routes=false")
 
@@ -172,8 +175,8 @@ def rows_of(route: APIRoute) -> list[str]:
     return [f"{method} {route.path_format}" for method in sorted(route.methods or ())]
 
 
-def _check_key(http: Request, role: Role, keys: tuple[StoredKey, ...]) -> None:
-    presented = presented_key(http.headers)
+def _check_key(headers: Headers, role: Role, keys: tuple[StoredKey, ...]) -> None:
+    presented = presented_key(headers)
     if presented is None:
         raise WrongKey("this server needs an API key; send it as `Authorization: Bearer KEY` or as `x-api-key: KEY`")
     key = find_key(presented, keys)
@@ -197,7 +200,7 @@ def auth_dependency(
         if context.is_local:
             context.api_role = "admin"
         else:
-            authorize(http, keys, settings)
+            authorize(role_of(http), http.headers, keys, settings)
         if drain.is_draining and not context.is_local and _asks_for_work(http):
             seconds = math.ceil(settings.drain_seconds)
             raise Draining(f"the server shuts down and takes no new requests; try again in {seconds} s", seconds)

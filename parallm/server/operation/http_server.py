@@ -15,11 +15,11 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import h11
 import uvicorn
-from fastapi import FastAPI
+from starlette.datastructures import State
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -277,10 +277,18 @@ def local_only(settings: ServerSettings) -> Listener:
     return Listener(keys=read_keys(settings))
 
 
+class Application(Protocol):
+    """An ASGI application; `state.drain` is its `Drain`."""
+
+    state: State
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...
+
+
 class HttpServer:
     """Serves `app` on `bound` from `start` to `stop`, on the running event loop. Installs no signal handlers."""
 
-    def __init__(self, app: FastAPI, bound: socket.socket, settings: ServerSettings) -> None:
+    def __init__(self, app: Application, bound: socket.socket, settings: ServerSettings) -> None:
         self._app = app
         self._drain: Drain = app.state.drain
         self._settings = settings

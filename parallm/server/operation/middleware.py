@@ -24,7 +24,7 @@ from parallm.errors import InvalidRequest, ParallmError
 from parallm.server.connection import announced_bytes, error_response
 from parallm.server.failures import ForeignHost, ForeignOrigin, failure_of
 from parallm.server.operation.request_context import LOCAL, RequestContext, current_request, request_log
-from parallm.server.operation.request_metrics import RequestMetrics
+from parallm.server.operation.request_metrics import HttpMetrics
 from parallm.server.settings import ServerSettings
 
 logger = logging.getLogger(__name__)
@@ -130,7 +130,7 @@ class Origins:
 class RequestMiddleware:
     """A request without a usable `x-request-id` gets one; the response carries it."""
 
-    def __init__(self, app: ASGIApp, *, request_metrics: RequestMetrics, drain: Drain, origins: Origins) -> None:
+    def __init__(self, app: ASGIApp, *, request_metrics: HttpMetrics, drain: Drain, origins: Origins) -> None:
         self._app = app
         self._origins = origins
         self._request_metrics = request_metrics

@@ -17,13 +17,30 @@ COUNTS = (1, 2, 5, 10, 20, 50, 100)
 LABELS = ("model_name", "engine")
 
 
-class RequestMetrics:
-    """Counters and histograms of one server. No label takes its value from a client."""
+class HttpMetrics:
+    """Counters and histograms of HTTP alone. No label takes its value from a client."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        self.http_requests = Counter(
+            "http_requests", "Requests by route.", ("handler", "method", "status"), registry=self.registry
+        )
+        self.http_seconds = Histogram(
+            "http_request_duration_seconds",
+            "From the request line to the last byte.",
+            ("handler", "method"),
+            registry=self.registry,
+            buckets=REQUEST_SECONDS,
+        )
+
+
+class RequestMetrics(HttpMetrics):
+    """Counters and histograms of one server."""
 
     def __init__(self, base_name: str) -> None:
-        self.registry = CollectorRegistry()
+        super().__init__()
         self._labels = {"model_name": base_name, "engine": "0"}
-        ProcessCollector(registry=self.registry)
         self.prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of requests that began to answer.")
         self.generation_tokens = self._counter("vllm:generation_tokens", "Tokens sampled for requests.")
         self.first_token = self._histogram(
@@ -47,16 +64,6 @@ class RequestMetrics:
             reason: success.labels(**self._labels, finished_reason=reason)
             for reason in ("stop", "length", "abort", "error")
         }
-        self.http_requests = Counter(
-            "http_requests", "Requests by route.", ("handler", "method", "status"), registry=self.registry
-        )
-        self.http_seconds = Histogram(
-            "http_request_duration_seconds",
-            "From the request line to the last byte.",
-            ("handler", "method"),
-            registry=self.registry,
-            buckets=REQUEST_SECONDS,
-        )
 
     def _counter(self, name: str, text: str) -> Counter:
         return self._family(name, text).labels(**self._labels)

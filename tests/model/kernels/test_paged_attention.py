@@ -160,9 +160,9 @@ def test_threads_compute_what_plain_indexing_does(
         ("if (at > length || at < low)", "if (at > length)"),
         ("position < newest);\n    }", "true);\n    }"),
         ("__syncthreads();\n\n      auto add", "__syncwarp();\n\n      auto add"),
-        ("return of_share * 2 +", "return of_share +"),
+        ("+ (row_begin > begin_of", "+ 2 * (row_begin > begin_of"),
         ("s <= last_share; s++) {", "s < last_share; s++) {"),
-        ("if (i + 1 < end) load_queries(next.x);", ""),
+        ("      load_queries(row);\n", ""),
     ],
 )
 def test_a_wrong_line_is_found(mutation: tuple[str, str], on_cpu: CpuKernels, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,155 @@
+"""The front's process: `start_front` for whoever starts workers, and `open_front` for a front alone.
+
+The starter binds the address and keeps the socket, so that clients can connect before there is a front and while one
+that has died is started again. It writes lines of JSON to the front's standard input: settings first, then the workers'
+addresses whenever they change. The front ends when that input does, which no starter can fail to close.
+"""
+
+import asyncio
+import gc
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from parallm.distributed.front.app import Front
+from parallm.distributed.front.workers import Workers
+from parallm.distributed.settings import FrontSettings
+from parallm.server.operation.auth import StoredKey, read_keys
+from parallm.server.operation.http_server import HttpServer
+from parallm.server.operation.sockets import bind
+from parallm.server.settings import ServerSettings
+
+CLOSE_SECONDS = 5.0
+"""Time to end after the last answer."""
+SECONDS_BETWEEN_STARTS = 1.0
+
+logger = logging.getLogger(__name__)
+
+
+class FrontProcess:
+    """A front in a process of its own. Made by `start_front`; used by one thread."""
+
+    def __init__(self, server: ServerSettings, settings: FrontSettings, bound: socket.socket) -> None:
+        self._bound = bound
+        self._first = {
+            "server": TypeAdapter(ServerSettings).dump_python(server, mode="json"),
+            "front": TypeAdapter(FrontSettings).dump_python(settings, mode="json"),
+            "fd": bound.fileno(),
+        }
+        self._server = server
+        self._urls: dict[int, str] = {}
+        self._process = self._start()
+
+    def set_workers(self, urls: Mapping[int, str]) -> None:
+        """Name the workers by rank: `http://HOST:PORT` or `unix:PATH`. Those that are not named are forgotten."""
+        self._urls = dict(urls)
+        self._write({"workers": self._urls})
+
+    def keep(self) -> None:
+        """Start the front again if its process has ended. To be called now and then."""
+        if self._process.poll() is not None and time.monotonic() > self._started + SECONDS_BETWEEN_STARTS:
+            logger.warning("the front has ended with %d and is started again", self._process.returncode)
+            self._process = self._start()
+            self._write({"workers": self._urls})
+
+    def drain(self) -> None:
+        """Refuse new requests; those under way go on."""
+        with suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGTERM)
+
+    def close(self) -> None:
+        """End the front after the answers under way."""
+        assert self._process.stdin is not None, "it was opened"
+        with suppress(OSError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(self._server.drain_seconds + CLOSE_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._bound.close()
+        if self._server.uds:
+            Path(self._server.uds).unlink(missing_ok=True)
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        self._started = time.monotonic()
+        command = [sys.executable, "-m", "parallm.distributed.front.process"]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=(self._bound.fileno(),))
+        self._process = process
+        self._write(self._first)
+        return process
+
+    def _write(self, message: Mapping[str, Any]) -> None:
+        assert self._process.stdin is not None, "it was opened"
+        with suppress(OSError):  # it has ended: `keep` starts another one
+            self._process.stdin.write(json.dumps(message).encode() + b"\n")
+            self._process.stdin.flush()
+
+
+def start_front(server: ServerSettings, settings: FrontSettings) -> FrontProcess | None:
+    """Start a front on the address of `server`; None if there is to be none. Raises ListenError, ConfigError."""
+    if not (server.enabled and settings.enabled):
+        return None
+    read_keys(server)
+    return FrontProcess(server, settings, bind(server))
+
+
+@asynccontextmanager
+async def open_front(
+    server: ServerSettings, settings: FrontSettings, keys: tuple[StoredKey, ...], bound: socket.socket
+) -> AsyncIterator[tuple[Workers, HttpServer]]:
+    """Answer on `bound` for the yielded workers, of which there are none at first."""
+    workers = Workers()
+    http = HttpServer(Front(workers, server, keys, settings.hold_seconds), bound, server)
+    gc.freeze()  # the modules, which no collection has to look at
+    await http.start()
+    try:
+        yield workers, http
+    finally:
+        http.drain()
+        workers.end_waiting()
+        await http.stop()
+        await workers.close()
+
+
+async def _serve(lines: asyncio.StreamReader) -> None:
+    first = json.loads(await lines.readline())
+    server = TypeAdapter(ServerSettings).validate_python(first["server"])
+    settings = TypeAdapter(FrontSettings).validate_python(first["front"])
+    bound = socket.socket(fileno=first["fd"])
+    bound.setblocking(False)
+    async with open_front(server, settings, read_keys(server), bound) as (workers, http):
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C reaches it, too; the workers still answer then
+            loop.add_signal_handler(number, http.drain)
+        while line := await lines.readline():
+            workers.set({int(rank): url for rank, url in json.loads(line)["workers"].items()})
+
+
+async def _run() -> None:
+    lines = asyncio.StreamReader()
+    loop = asyncio.get_running_loop()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
+    await _serve(lines)
+
+
+def main() -> None:
+    """Run the front that a starter talks to on standard input."""
+    logging.basicConfig(level=logging.WARNING, format="parallm: front: %(message)s")
+    asyncio.run(_run())
+    os._exit(0)  # no thread of a library keeps it
+
+
+if __name__ == "__main__":
+    main()
