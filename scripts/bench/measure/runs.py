@@ -20,7 +20,7 @@ from bench.processes import Server, metrics, work
 WARM_UP = 2
 """First steps of a process, in which it compiles."""
 SHAPE_RUNS: Mapping[str, Mapping[str, Any]] = {
-    "05b": {"shape": "0.5b", "steps": 6, "prompts": 16, "longest": 1024, "has_parts": True},
+    "05b": {"shape": "0.5b", "steps": 5, "prompts": 16, "longest": 512, "has_parts": True},
     "8b": {"shape": "8b", "steps": 5, "prompts": 16, "longest": 512, "has_parts": True},
     "8b_4bit": {"shape": "8b-4bit", "steps": 3, "prompts": 16, "longest": 256, "has_parts": False},
 }
