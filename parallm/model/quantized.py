@@ -20,7 +20,7 @@ from mlx_lm.utils import dequantize_model
 from parallm.device.memory import free_memory
 from parallm.errors import ModelError
 from parallm.model.kernels.cuda import on_cuda
-from parallm.model.kernels.unpack import fits, unpack_weights
+from parallm.model.kernels.unpack import unpacked
 
 UNPACKED_SHARE = 0.5
 """Share of the free memory that unpacked weights may take with `auto`."""
@@ -96,15 +96,6 @@ def unpacked_bytes(base: nn.Module, dtype: mx.Dtype) -> int:
     packed = (nn.QuantizedLinear, nn.QuantizedEmbedding, QuantizedSwitchLinear)
     layers = [module for module in base.modules() if isinstance(module, packed)]
     return sum(layer.weight.size * 32 // layer.bits for layer in layers) * dtype.size
-
-
-def unpacked(layer: nn.Module, dtype: mx.Dtype) -> mx.array:
-    """The weights of a quantized layer, (outputs, inputs)."""
-    if fits(layer, dtype):
-        sizes = {"group_size": layer.group_size, "bits": layer.bits}
-        return unpack_weights(layer.weight, layer.scales, layer.biases, **sizes)
-    form = {"group_size": layer.group_size, "bits": layer.bits, "mode": layer.mode}
-    return mx.dequantize(layer.weight, layer.scales, layer.get("biases"), **form).astype(dtype)
 
 
 class UnpackingLinear(nn.QuantizedLinear):
