@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -93,6 +93,7 @@ class Interrupts:
 
     def __init__(self) -> None:
         self.received: list[int] = []
+        self.on_signal: Callable[[], object] = lambda: None
 
     @contextmanager
     def counted(self) -> Iterator[None]:
@@ -106,6 +107,7 @@ class Interrupts:
 
     def _receive(self, number: int, _: Any) -> None:
         self.received.append(number)
+        self.on_signal()
 
 
 def run_gangs(

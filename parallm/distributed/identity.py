@@ -15,6 +15,10 @@ from parallm.errors import ConfigError
 Backend = Literal["ring", "nccl", "jaccl"]
 COORDINATOR = "PARALLM_COORDINATOR"
 """Environment variable: HOST:PORT where rank 0 listens for the others; replaces the derived one."""
+LISTEN = "PARALLM_LISTEN"
+"""Environment variable: HOST:PORT where this process answers HTTP for the front before it, which has `server.port`."""
+FRONT = "PARALLM_FRONT"
+"""Environment variable: the front's own address, for people to see."""
 PORT_OFFSET = 1000
 """Distance of the coordinator's port from the port that mx.distributed uses on rank 0."""
 
@@ -72,6 +76,23 @@ def identity_of(environment: Mapping[str, str] = os.environ) -> Identity | None:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The place of a worker before which a front stands."""
+
+    address: Address
+    """The address at which it answers the front."""
+    url: str
+    """The front's own address, which people call."""
+
+
+def place_behind_front(environment: Mapping[str, str] = os.environ) -> Place | None:
+    """Return what a starter has set; None if no front stands before this process. Raises ConfigError."""
+    if LISTEN not in environment:
+        return None
+    return Place(_address(environment[LISTEN]), environment.get(FRONT, ""))
+
+
 def _shifted(port: int) -> int:
     return port + PORT_OFFSET if port + PORT_OFFSET < 2**16 else port - PORT_OFFSET
 
@@ -86,7 +107,7 @@ def _number(environment: Mapping[str, str], name: str) -> int:
 def _address(text: str) -> Address:
     host, _, port = text.rpartition(":")
     if not host or not port.isdigit():
-        raise ConfigError(f"{text!r} is no HOST:PORT of rank 0")
+        raise ConfigError(f"{text!r} is no HOST:PORT; a launcher sets it")
     return Address(host.strip("[]"), int(port))
 
 

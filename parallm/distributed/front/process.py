@@ -14,7 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
+import threading
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -26,7 +26,7 @@ from parallm.distributed.front.app import Front
 from parallm.distributed.front.workers import Workers
 from parallm.distributed.settings import FrontSettings
 from parallm.server.operation.auth import StoredKey, read_keys
-from parallm.server.operation.http_server import HttpServer
+from parallm.server.operation.http_server import HttpServer, url_of
 from parallm.server.operation.sockets import bind
 from parallm.server.settings import ServerSettings
 
@@ -38,63 +38,77 @@ logger = logging.getLogger(__name__)
 
 
 class FrontProcess:
-    """A front in a process of its own. Made by `start_front`; used by one thread."""
+    """A front in a process of its own, which is started again if it dies. Made by `start_front`."""
 
     def __init__(self, server: ServerSettings, settings: FrontSettings, bound: socket.socket) -> None:
+        self.url = url_of(bound, server)
         self._bound = bound
+        self._server = server
         self._first = {
             "server": TypeAdapter(ServerSettings).dump_python(server, mode="json"),
             "front": TypeAdapter(FrontSettings).dump_python(settings, mode="json"),
             "fd": bound.fileno(),
         }
-        self._server = server
+        self._lock = threading.Lock()
         self._urls: dict[int, str] = {}
+        self._is_closing = threading.Event()
         self._process = self._start()
+        threading.Thread(target=self._keep, daemon=True).start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def set_workers(self, urls: Mapping[int, str]) -> None:
         """Name the workers by rank: `http://HOST:PORT` or `unix:PATH`. Those that are not named are forgotten."""
-        self._urls = dict(urls)
-        self._write({"workers": self._urls})
-
-    def keep(self) -> None:
-        """Start the front again if its process has ended. To be called now and then."""
-        if self._process.poll() is not None and time.monotonic() > self._started + SECONDS_BETWEEN_STARTS:
-            logger.warning("the front has ended with %d and is started again", self._process.returncode)
-            self._process = self._start()
-            self._write({"workers": self._urls})
+        with self._lock:
+            self._urls = dict(urls)
+            self._write(self._process, {"workers": self._urls})
 
     def drain(self) -> None:
         """Refuse new requests; those under way go on."""
-        with suppress(ProcessLookupError):
-            self._process.send_signal(signal.SIGTERM)
+        self._process.send_signal(signal.SIGTERM)
 
     def close(self) -> None:
         """End the front after the answers under way."""
-        assert self._process.stdin is not None, "it was opened"
-        with suppress(OSError):
-            self._process.stdin.close()
+        with self._lock:
+            self._is_closing.set()
+            process = self._process
+            assert process.stdin is not None, "it was opened"
+            with suppress(OSError):
+                process.stdin.close()
         try:
-            self._process.wait(self._server.drain_seconds + CLOSE_SECONDS)
+            process.wait(self._server.drain_seconds + CLOSE_SECONDS)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            process.kill()
+            process.wait()
         self._bound.close()
         if self._server.uds:
             Path(self._server.uds).unlink(missing_ok=True)
 
+    def _keep(self) -> None:
+        """Start the front again whenever its process ends; clients that connect meanwhile wait."""
+        while True:
+            code = self._process.wait()
+            if self._is_closing.wait(SECONDS_BETWEEN_STARTS):
+                return
+            logger.warning("the front has ended with %d and is started again", code)
+            with self._lock:
+                if not self._is_closing.is_set():
+                    self._process = self._start()
+
     def _start(self) -> subprocess.Popen[bytes]:
-        self._started = time.monotonic()
         command = [sys.executable, "-m", "parallm.distributed.front.process"]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=(self._bound.fileno(),))
-        self._process = process
-        self._write(self._first)
+        self._write(process, self._first)
+        self._write(process, {"workers": self._urls})
         return process
 
-    def _write(self, message: Mapping[str, Any]) -> None:
-        assert self._process.stdin is not None, "it was opened"
-        with suppress(OSError):  # it has ended: `keep` starts another one
-            self._process.stdin.write(json.dumps(message).encode() + b"\n")
-            self._process.stdin.flush()
+    def _write(self, process: subprocess.Popen[bytes], message: Mapping[str, Any]) -> None:
+        assert process.stdin is not None, "it was opened"
+        with suppress(OSError):  # it has ended, and the next one is told all
+            process.stdin.write(json.dumps(message).encode() + b"\n")
+            process.stdin.flush()
 
 
 def start_front(server: ServerSettings, settings: FrontSettings) -> FrontProcess | None:
