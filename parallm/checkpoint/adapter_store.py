@@ -46,8 +46,12 @@ class AdapterStore:
         max_bytes: int,
         max_names: int,
         start: Adapter,
+        owner: Callable[[str], str | None] | None = None,
     ) -> None:
-        """`start` completes uploaded tensors of a name without versions: an adapter of `model.lora`'s form."""
+        """`start` completes uploaded tensors of a name without versions: an adapter of `model.lora`'s form.
+
+        `owner` returns the trainer elsewhere that sends the versions of a name, if there is one.
+        """
         self._device = device
         self._model = model
         self._kept = kept
@@ -57,6 +61,7 @@ class AdapterStore:
         self._max_names = max_names
         self._trained = kept.trained
         self._start = start
+        self._owner = owner
         self._lock = asyncio.Lock()  # a name's next version must not be given out twice
 
     async def load(self, name: str, path: str) -> AdapterCard:
@@ -94,6 +99,7 @@ class AdapterStore:
 
     async def unload(self, name: str, version: int | None = None) -> None:
         """Forget one version, or all of `name`. Raises UnknownModel, AdapterError."""
+        self._check_owner(name)
         newest = max((card.version for card in self._table.cards() if card.name == name), default=None)
         if name in self._trained and version in (None, newest):
             raise AdapterError(
@@ -104,15 +110,18 @@ class AdapterStore:
 
     async def promote(self, name: str, version: int) -> None:
         """Serve this version under the bare name. A trained policy's newest version is replaced by its next."""
+        self._check_owner(name)
         async with self._lock:
             await self._kept.change(lambda table: table.promote(version, name=name), names=(name,), promotes=name)
 
     async def roll_back(self, name: str) -> int:
         """Serve the version below the present one under the bare name. Returns that version."""
+        self._check_owner(name)
         async with self._lock:
             return await self._kept.change(lambda table: table.roll_back(name=name), names=(name,), promotes=name)
 
     async def set_alias(self, alias: str, name: str, version: int) -> None:
+        self._check_owner(name)
         if not NAME.fullmatch(alias):
             raise AdapterError(f"{alias[:100]!r} cannot be an alias: letters, digits and _ . : - make one")
         if alias == BEST and name in self._trained:
@@ -159,6 +168,7 @@ class AdapterStore:
         return next(card for card in self._table.cards() if (card.name, card.version) == key)
 
     def _check_name(self, name: str) -> None:
+        self._check_owner(name)
         names = {card.name for card in self._table.cards()}
         if not NAME.fullmatch(name) or name == BEST:
             raise AdapterError(
@@ -171,6 +181,10 @@ class AdapterStore:
             )
         if name not in names and len(names) >= self._max_names:
             raise AdapterError(f"{len(names)} adapters are loaded, the limit; unload one or raise server.max_adapters")
+
+    def _check_owner(self, name: str) -> None:
+        if self._owner is not None and (owner := self._owner(name)):
+            raise AdapterError(f"{name} is trained by {owner}, which sends its versions here; change it there")
 
     async def _on_device(self, function: Callable[[], Result]) -> Result:
         return await asyncio.wrap_future(self._device.call(function))

@@ -22,6 +22,7 @@ CHOICES: Mapping[RunKind, str] = {
 }
 """Override that chooses each kind."""
 SAMPLING_KEYS = (
+    "rollout.engines",
     "rollout.temperature",
     "rollout.refill_rounds",
     "rollout.refill_below",

@@ -1,11 +1,11 @@
-"""The parts of a run that are different ones with several workers. `run/build_trainer.py` asks for each.
+"""The parts of a run that are different ones with several processes. `run/build_trainer.py` asks for each.
 
 `Single` returns those of a process that trains alone; `Shared` wraps them, so nothing below knows of other workers.
 """
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 
 from parallm.checkpoint.manager import CheckpointManager
 from parallm.checkpoint.settings import CheckpointSettings
+from parallm.device.thread import DeviceThread
 from parallm.distributed.checkpoints import FollowerCheckpoints, LeaderCheckpoints, adopt_rescued
 from parallm.distributed.collective import Collective
 from parallm.distributed.collector import SharedCollector, SharedEvaluator
@@ -20,16 +21,21 @@ from parallm.distributed.exchange import Alone, Exchange
 from parallm.distributed.learner import SharedLearner
 from parallm.distributed.pacing import SharedPacing
 from parallm.distributed.recorder import QuietRecorder, SharedRecorder
+from parallm.distributed.rollout_engines.pool import EnginePool, open_pool
 from parallm.distributed.settings import DistributedSettings
 from parallm.distributed.team import Team, difference
 from parallm.distributed.wire import pack, unpack
+from parallm.engine.async_engine import AsyncEngine
 from parallm.errors import ConfigError
 from parallm.learner.learner import Learner
 from parallm.learner.reward_model import RewardLearner
 from parallm.metrics.record import RunRecorder
 from parallm.metrics.settings import MetricsSettings
+from parallm.model.adapters.table import AdapterTable
+from parallm.model.shared_model import SharedModel
 from parallm.rollout.collector import Collector
 from parallm.rollout.evaluation import Evaluator
+from parallm.rollout.runner import Generate
 from parallm.trainer.pacing import Pacing
 
 MakePacing = Callable[[Callable[[], Awaitable[Path]]], Pacing]
@@ -42,6 +48,28 @@ class Single:
     """Whether this process writes the run folder."""
     takes_updates = True
     """Whether clients may ask for updates between steps."""
+
+    def __init__(self) -> None:
+        self._pools: dict[Path, EnginePool] = {}  # by the folder of the policy
+
+    async def generate(
+        self,
+        engine: AsyncEngine,
+        urls: Sequence[str],
+        model: SharedModel,
+        table: AdapterTable,
+        device: DeviceThread,
+        *,
+        policy: str,
+        folder: Path,
+        defer: Callable[[Callable[[], Awaitable[None]]], object],
+    ) -> Generate:
+        """What samples rollouts and evaluations: this process's engine, or the engines at `urls`; see `open_pool`."""
+        if not urls:
+            return engine.completions
+        pool = await open_pool(urls, engine, model, table, device, policy=policy, folder=folder, defer=defer)
+        self._pools[folder] = pool
+        return pool.completions
 
     def learner(self, *arguments: Any, **options: Any) -> Learner:
         return Learner(*arguments, **options)
@@ -60,7 +88,11 @@ class Single:
         return Pacing
 
     def recorder(self, folder: Path, settings: MetricsSettings, config: Mapping[str, Any]) -> RunRecorder:
-        return RunRecorder(folder, settings, config)
+        if not config["rollout"]["engines"]:
+            return RunRecorder(folder, settings, config)
+        return SharedRecorder(
+            folder, settings, config, lambda: self._pools[folder].take_figures() if folder in self._pools else {}
+        )
 
     async def largest(self, number: int) -> int:
         """The largest number that any worker gives."""
@@ -80,6 +112,7 @@ class Shared(Single):
 
     def __init__(self, exchange: Exchange, settings: DistributedSettings, run_folder: Path | None) -> None:
         """`run_folder`: that of rank 0; None for a process alone."""
+        super().__init__()
         self._exchange = exchange
         self._settings = settings
         self._run_folder = run_folder
@@ -122,7 +155,7 @@ class Shared(Single):
     def recorder(self, folder: Path, settings: MetricsSettings, config: Mapping[str, Any]) -> RunRecorder:
         if not self.is_leader:
             return QuietRecorder(folder, settings, config)
-        return SharedRecorder(folder, settings, config, self._exchange)
+        return SharedRecorder(folder, settings, config, self._exchange.take_seconds)
 
     async def largest(self, number: int) -> int:
         return max(value for value, *_ in await self._gather([number]))

@@ -1,11 +1,10 @@
-"""Metrics of several workers: rank 0 writes the files of the run, with the seconds of its exchange."""
+"""Metrics of several processes: rank 0 writes the files of the run, with the figures of others."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from parallm.distributed.exchange import Exchange
 from parallm.metrics.machine import peak_memory_gb
 from parallm.metrics.record import RunRecorder
 from parallm.metrics.settings import MetricsSettings
@@ -16,14 +15,21 @@ from parallm.types import TrajectoryGroup
 
 
 class SharedRecorder(RunRecorder):
-    """Records the run at rank 0."""
+    """Records the run at rank 0, with figures of other processes in each step's row."""
 
-    def __init__(self, folder: Path, settings: MetricsSettings, config: Mapping[str, Any], exchange: Exchange) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        settings: MetricsSettings,
+        config: Mapping[str, Any],
+        take_figures: Callable[[], Mapping[str, float]],
+    ) -> None:
+        """`take_figures` returns the figures since its last call, under flat names."""
         super().__init__(folder, settings, config)
-        self._exchange = exchange
+        self._take_figures = take_figures
 
     def step(self, metrics: StepMetrics, groups: Sequence[TrajectoryGroup] = ()) -> None:
-        super().step(replace(metrics, source={**metrics.source, **self._exchange.take_seconds()}), groups)
+        super().step(replace(metrics, source={**metrics.source, **self._take_figures()}), groups)
 
 
 class QuietRecorder(RunRecorder):

@@ -13,7 +13,7 @@ H key-value heads, D head size, V vocabulary.
 import logging
 from collections.abc import Callable
 from collections.abc import Sequence as Ordered
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -27,6 +27,7 @@ from parallm.engine.paged_batch import PagedDecodeBatch
 from parallm.engine.paged_memory import PagedMemory
 from parallm.engine.sequence import PrefillJob
 from parallm.engine.settings import EngineSettings
+from parallm.model.adapters.adapter import Adapter
 from parallm.model.kernels.cuda import has_kernels, listed_kernels, on_cuda
 from parallm.model.kernels.decode_attention import RotaryAngles
 from parallm.model.kernels.flash_attention import MAX_CHUNKS, attend_pages, fits_pages, page_tiles
@@ -35,7 +36,7 @@ from parallm.model.kernels.page_write import PAGE, write_pages
 from parallm.model.kernels.rotary import Rotation
 from parallm.model.lora.linear import LoraBinding
 from parallm.model.lora.segmented import SegmentedLora
-from parallm.model.lora.selector import LoraSelector
+from parallm.model.lora.selector import MAX_FLAT, LoraSelector
 from parallm.model.lora.single import SingleLora
 from parallm.model.patches.forward import OwnCache
 from parallm.model.patches.rotary import before_rotation
@@ -226,7 +227,8 @@ class FlatPrefill:
         return MAX_CHUNKS
 
     def for_one_unit(self, jobs: Ordered[PrefillJob]) -> list[PrefillJob]:
-        """The first job, and those after it of its adapter version, as many as have tokens in the unit. They begin."""
+        """The first job, and those after it of its adapter version or of versions that are computed with it, as many as
+        have tokens in the unit. They begin."""
         self._plan = self._planned(jobs)
         return [job for job, _ in self._plan]
 
@@ -234,16 +236,14 @@ class FlatPrefill:
         """Compute the next tokens of what `for_one_unit` chose; returns what to evaluate."""
         plan, self._plan = self._plan, []
         assert [job for job, _ in plan] == list(jobs), "what was chosen last"
-        _, adapter = jobs[0].segment()
         used = sum(chunk.size for _, chunk in plan)
         num_tokens = padded(used)
         tokens = [np.asarray(job.tokens[chunk.start : chunk.end]) for job, chunk in plan]
         tokens_M = _int32(*tokens, np.zeros(num_tokens - used))
         arrays = lay_out([chunk for _, chunk in plan], num_tokens, self._shapes)
         pools = [array for layer in self._memory.layers for array in layer]
-        lora = self._loras.select([adapter] * num_tokens)
-        if isinstance(lora, SegmentedLora):
-            lora = replace(lora, is_shared=True)
+        adapters, lengths = zip(*((job.segment()[1], chunk.size) for job, chunk in plan), strict=True)
+        lora = self._loras.select_flat([*adapters, adapters[-1]], [*lengths, num_tokens - used])
         hidden_MH = self._forward(tokens_M, arrays, pools, lora)
         computed: list[mx.array] = []
         ends = list(accumulate(chunk.size for _, chunk in plan))
@@ -274,24 +274,41 @@ class FlatPrefill:
     def _planned(self, jobs: Ordered[PrefillJob]) -> list[tuple[PrefillJob, Chunk]]:
         """Jobs that fit one unit, with their next tokens."""
         plan: list[tuple[PrefillJob, Chunk]] = []
-        num_free, unit_adapter = self._chunk, jobs[0].segment()[1]
+        num_free, unit_adapters = self._chunk, self._unit_adapters(jobs)
         for job in jobs:
             if num_free == 0 or len(plan) == MAX_CHUNKS:
                 break
-            if job.segment()[1] is not unit_adapter and plan:
+            if plan and not _is_among(job.segment()[1], unit_adapters):
                 continue
             if job.num_computed == 0:
                 self._begin(job)
             end, adapter = job.segment()
-            if not plan:
-                unit_adapter = adapter
-            if adapter is unit_adapter:
+            if not plan and not _is_among(adapter, unit_adapters):
+                unit_adapters = [adapter]
+            if _is_among(adapter, unit_adapters):
                 assert job.table is not None, "a job begins with pages"
                 end = min(end, job.num_computed + num_free)
                 chunk = Chunk(job.num_computed, end, job.table.pages[: -(-end // PAGE)])
                 plan.append((job, chunk))
                 num_free -= chunk.size
         return plan
+
+    def _unit_adapters(self, jobs: Ordered[PrefillJob]) -> list[Adapter | None]:
+        """The versions of a unit that begins with the first job: its own, and others that stack with it."""
+        first, num_tokens = jobs[0].segment()[1], 0
+        if first is None:  # the base's prompts do without LoRA's products
+            return [None]
+        adapters = [first]
+        for job in jobs:
+            adapter = job.segment()[1]
+            if num_tokens >= self._chunk or adapter is None:
+                continue
+            if not _is_among(adapter, adapters):
+                if len(adapters) == MAX_FLAT:
+                    continue
+                adapters.append(adapter)
+            num_tokens += len(job.tokens) - job.num_computed
+        return [*adapters] if len(adapters) > 1 and self._loras.can_stack(adapters) else [first]
 
     def _begin(self, job: PrefillJob) -> None:
         num_cached = self._memory.begin(job)
@@ -343,6 +360,10 @@ class _AnyShape(FlatLayout):
 def _page(like_1HTD: mx.array) -> mx.array:
     _, heads, _, size = like_1HTD.shape
     return mx.zeros((1, heads, PAGE, size), like_1HTD.dtype)
+
+
+def _is_among(adapter: Adapter | None, adapters: Ordered[Adapter | None]) -> bool:
+    return any(adapter is one for one in adapters)
 
 
 def _int32(*parts: np.ndarray) -> mx.array:

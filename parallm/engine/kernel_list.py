@@ -22,8 +22,8 @@ from parallm.model.kernels.slot_copy import can_copy, copy_out, copy_to_slots
 from parallm.model.kernels.token_draw import draw_tokens, score_tokens
 from parallm.model.kernels.token_filter import ends_by_kernel, weights_by_kernel
 from parallm.model.logprobs import softmax_of
-from parallm.model.lora.linear import MIN_LONG, merged_linears
-from parallm.model.lora.segmented import PackedLora, SegmentedLora, order_rows
+from parallm.model.lora.linear import merged_linears
+from parallm.model.lora.segmented import MIN_LONG, PackedLora, SegmentedLora, order_rows
 from parallm.model.lora.selector import LoraSelector
 from parallm.model.shared_model import PlainCache, SharedModel
 

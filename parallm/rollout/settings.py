@@ -1,10 +1,14 @@
 """Settings of rollouts: the source of training data, the size of a step, and rewards beside the environment's."""
 
+import re
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from parallm.settings import settings
+
+LOCAL = "local"
+"""The engine of this process among `rollout.engines`."""
 
 
 @settings
@@ -145,6 +149,10 @@ class RolloutSettings(EpisodeSettings):
     """How `rollout.source=live` makes steps of what clients send."""
     atropos: AtroposSettings = AtroposSettings()
     """How `rollout.source=atropos` takes part in an Atropos run."""
+    engines: tuple[str, ...] = ()
+    """Addresses of `python -m parallm.serve` on other machines, such as `http://node:8000`, that sample for this run;
+    they may come and go. `local` among them is this process's own engine, which alone samples if there are none. The
+    key for all is that of the environment variable PARALLM_API_KEY."""
     problems_per_step: int = Field(default=16, ge=1)
     """Problems of a step; each is answered `group_size` times."""
     group_size: int = Field(default=8, ge=2)
@@ -171,6 +179,16 @@ class RolloutSettings(EpisodeSettings):
     """Whether completions that end at `max_tokens` are left out of the gradient."""
     curriculum: CurriculumSettings = CurriculumSettings()
     """Draw problems that are too easy or too hard less often."""
+
+    @field_validator("engines")
+    @classmethod
+    def _are_addresses(cls, engines: tuple[str, ...]) -> tuple[str, ...]:
+        for engine in engines:
+            if engine != LOCAL and not re.fullmatch(r"https?://[^/?#\s]+/?", engine):
+                raise ValueError(f"{engine!r} is neither {LOCAL} nor an address such as http://node:8000")
+        if twice := {engine for engine in engines if engines.count(engine) > 1}:
+            raise ValueError(f"{min(twice)} stands there twice")
+        return engines
 
     @model_validator(mode="after")
     def _buffer_fits(self) -> "RolloutSettings":

@@ -54,7 +54,7 @@ async def build_policy_run(
     reward_model = await open_reward_model(
         rollout.reward_model, config.learner, runtime.device, runtime.model, runtime.streams
     )
-    context = await _trainer_context(spec, runtime, data, reward_model, parts)
+    context = await _trainer_context(spec, runtime, data, reward_model, parts, sources)
     live: LiveSource | None = None
     atropos: AtroposSource | None = None
     trainer: Loop
@@ -133,7 +133,12 @@ async def _write_adapter(run: PolicyRun, runtime: Runtime) -> Adapter | None:
 
 
 async def _trainer_context(
-    spec: PolicySpec, runtime: Runtime, data: TrainingData, reward_model: RewardModel | None, parts: Single
+    spec: PolicySpec,
+    runtime: Runtime,
+    data: TrainingData,
+    reward_model: RewardModel | None,
+    parts: Single,
+    sources: AsyncExitStack,
 ) -> TrainerContext:
     config, kind = spec.config, kind_of(spec.config)
     if kind == "rollouts" or (kind != "reward_model" and data.splits.test):
@@ -148,7 +153,17 @@ async def _trainer_context(
         start=runtime.start.digest if config.model.adapter is not None else "",
         keys=recorded_keys(config, runtime.start.dropout),
     )
-    generate, tokenizer = runtime.engine.completions, runtime.model.tokenizer
+    tokenizer = runtime.model.tokenizer
+    generate = await parts.generate(
+        runtime.engine,
+        rollout.engines if kind == "rollouts" else (),
+        runtime.model,
+        runtime.adapters,
+        runtime.device,
+        policy=spec.name,
+        folder=spec.folder,
+        defer=sources.push_async_callback,
+    )
     stream = make_stream(data.environment, data.splits.train, seed)
     collector = parts.collector(generate, tokenizer, data.environment, stream, rollout, seed, reward_model)
     evaluator = Evaluator(

@@ -27,6 +27,7 @@ from parallm.device.settings import DeviceSettings
 from parallm.device.streams import DeviceStreams
 from parallm.device.thread import DeviceThread
 from parallm.device.usage import DeviceReport, UsageMonitor
+from parallm.distributed.rollout_engines.host import ReplicaHost
 from parallm.engine.async_engine import AsyncEngine
 from parallm.engine.engine import Engine
 from parallm.engine.kernel_list import engine_kernels
@@ -112,6 +113,8 @@ class Runtime:
     kept: PersistentTable
     """`adapters` with the state of operators."""
     store: AdapterStore
+    host: ReplicaHost | None
+    """This process as a rollout engine of a trainer elsewhere; None while it trains itself."""
     reward_model: RewardModel | None
     """The reward model of `server.reward_model`."""
     sampling_defaults: Mapping[str, float]
@@ -186,6 +189,7 @@ async def open_runtime(
         )
         resources.callback(kept.close)
         resources.callback(device.stop)  # before `kept` is closed
+        host = None if settings.is_training else ReplicaHost(device, model, kept, engine)
         store = AdapterStore(
             device,
             model,
@@ -194,6 +198,7 @@ async def open_runtime(
             max_bytes=settings.server.max_adapter_bytes,
             max_names=settings.server.max_adapters,
             start=start,
+            owner=None if host is None else host.owner,
         )
         reward_settings = RewardModelSettings(adapter=settings.server.reward_model)
         reward_model = await open_reward_model(reward_settings, settings.learner, device, model, streams)
@@ -208,6 +213,7 @@ async def open_runtime(
             start=start,
             kept=kept,
             store=store,
+            host=host,
             reward_model=reward_model,
             sampling_defaults=defaults,
             report=DeviceReport(device.governor, monitor),
@@ -252,6 +258,7 @@ async def open_application(
         swaps=runtime.adapters.num_swaps,
         reward_models=partial(_rates, runtime.reward_model, reward_models or {}),
         encoder=runtime.encoder,
+        replica=runtime.host,
     )
     app = create_app(service)
     server = None if listener.bound is None else HttpServer(app, listener.bound, settings.server)

@@ -18,6 +18,7 @@ from parallm.errors import ParallmError
 from parallm.server.connection import error_response
 from parallm.server.control.routes_adapters import adapter_alias_routes, adapter_routes
 from parallm.server.control.routes_engine import engine_routes, load_routes
+from parallm.server.control.routes_replicas import replica_routes
 from parallm.server.control.routes_scores import score_routes
 from parallm.server.control.routes_splits import split_routes
 from parallm.server.control.routes_training import training_routes
@@ -45,6 +46,7 @@ ROUTES: Sequence[Callable[[Service], APIRouter]] = (
     adapter_routes,
     adapter_alias_routes,
     training_routes,
+    replica_routes,
     trajectory_routes,
     engine_routes,
     load_routes,

@@ -106,6 +106,23 @@ class EngineGateway:
                             await self._coalescer.wait()
             self._notify(request, timer.completions)
 
+    async def completions(self, request: GenerationRequest) -> AsyncGenerator[Completion, None]:
+        """Yield each completion of a trainer's request as soon as it ends, or all as aborted if it is cancelled before.
+
+        Closing it aborts the request. Raises as `generate`. Listeners do not hear of it: no client asked.
+        """
+        with self._timed(request) as timer:
+            if not await self._admit(request):
+                for index in range(request.n):
+                    yield _aborted(request, index)
+                return
+            with self._in_flight(request):
+                async with aclosing(self._engine.completions([request])) as ended:
+                    async for _, completion in ended:
+                        timer.count_tokens(len(completion.tokens))
+                        timer.end_completion(completion)
+                        yield completion
+
     async def pause(self, mode: PauseMode) -> None:
         """Admit no new requests; return once running ones have done what `mode` says, or at `resume`."""
         self.is_paused = True

@@ -10,6 +10,7 @@ import numpy as np
 
 from parallm.conversation import ChatPrompt, GrammarSource, PromptEnd, Section, ToolCall
 from parallm.reports import TrajectoryReport
+from parallm.server.control.replica_schemas import JoinAnswer, JoinBody, ReceivedVersion
 from parallm.types import (
     AdapterCard,
     Completion,
@@ -39,6 +40,9 @@ class EngineClient(Protocol):
 
     def stream(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
         """Yield events of all `n` completions, interleaved. Closing it aborts the request."""
+
+    def completions(self, requests: Sequence[GenerationRequest]) -> AsyncGenerator[tuple[int, Completion], None]:
+        """Yield each completion as soon as it ends, with the index of its request. Closing it aborts the requests."""
 
     def stats(self) -> EngineStats: ...
 
@@ -151,6 +155,24 @@ class Adapters(Protocol):
     @property
     def splits(self) -> Mapping[str, Mapping[str, float]]:
         """Splits of an earlier process."""
+
+
+class ReplicaHost(Protocol):
+    """Interface of `distributed.rollout_engines.host.ReplicaHost`: this server as a rollout engine of a trainer.
+
+    All methods raise Unavailable for a session that has not joined.
+    """
+
+    async def join(self, trainer: JoinBody, *, is_paused: bool) -> JoinAnswer:
+        """Begin or continue a session. Raises Unavailable for a trainer that this server cannot sample for."""
+
+    async def receive(self, session: str, version: int, content: bytes) -> ReceivedVersion:
+        """Publish a version under this number. Raises AdapterError."""
+
+    def digests(self, session: str) -> Mapping[int, str]:
+        """Return the digest of each version that the session has sent, also of those that come later."""
+
+    def leave(self, session: str) -> None: ...
 
 
 Rate: TypeAlias = Callable[[Sequence[ScoringRequest]], Awaitable[list[float]]]

@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from parallm import __version__
+from parallm.server.control import replica_schemas as replicas
 from parallm.server.control import routes_adapters as adapters
 from parallm.server.control import routes_engine as engine
 from parallm.server.control import routes_scores as scores
@@ -104,6 +105,30 @@ SUM_FORMAT = {"type": "json_schema", "json_schema": {"name": "sum", "schema": SU
 ADD = {"type": "function", "function": {"name": "add", "parameters": SUM_SCHEMA}}
 VERSION = {"name": "poet", "version": 3}
 STATUS = {"state": "paused", "step": 4, "total_steps": 200, "version": 4, "metrics": {"reward/mean": 0.61}}
+TRAINER = {
+    "api": replicas.API,
+    "session": "5f0c1a",
+    "owner": "gpu-1:checkpoints/gsm8k_grpo",
+    "policy": "policy",
+    "base": "nano",
+    "base_sha256": "9f2c",
+    "tokenizer_sha256": "e01b",
+    "max_context": 512,
+    "served": 11,
+}
+ROLLOUT = {
+    "session": "5f0c1a",
+    "request_id": "step-11-0",
+    "prompt": [17, 10, 18],
+    "n": 8,
+    "model": "policy@11",
+    "max_tokens": 64,
+    "temperature": 1.0,
+    "seed": 7,
+    "stop": [],
+    "is_continued": False,
+    "switches_in_flight": False,
+}
 METRICS = {
     "current_policy_version": 12,
     "queue_depth": 0,
@@ -246,6 +271,12 @@ _DOCUMENTS: Mapping[str, Row] = {
     "POST /v1/training/checkpoint, POST /training/checkpoint": Row(
         (training.TrainingBody,), (training.CheckpointAnswer,), {}
     ),
+    "POST /v1/replica/join": Row((replicas.JoinBody,), (replicas.JoinAnswer,), TRAINER),
+    "PUT /v1/replica/versions/{version}": Row((), (replicas.ReceivedVersion,), body_type="application/octet-stream"),
+    "POST /v1/replica/generate": Row(
+        (replicas.SampleBody,), (replicas.SampledCompletion,), ROLLOUT, media_type="text/event-stream"
+    ),
+    "POST /v1/replica/leave": Row((replicas.LeaveBody,), (Done,), {"session": "5f0c1a"}),
     "POST /generate, POST /generate/, POST //generate": Row(
         (CompletionBody, sglang.SglangBody, trl.TrlBody, native.VersionedBody),
         (native.NativeAnswer, sglang.SglangRow, trl.TrlAnswer, vllm.LegacyAnswer, native.VersionedAnswer),

@@ -13,6 +13,7 @@ from parallm.server.interfaces import (
     Device,
     Encoder,
     EngineClient,
+    ReplicaHost,
     RewardModels,
     Tokenizer,
     Training,
@@ -56,6 +57,8 @@ class Service:
     """Loaded reward models, by name."""
     encoder: Encoder | None = None
     """Vectors of texts; without one, their route answers that this process makes none."""
+    replica: ReplicaHost | None = None
+    """This server as a rollout engine of a trainer; without one, its routes answer that it cannot be one."""
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
     """Sampling defaults of OpenAI's routes, by the names of their fields."""
 

@@ -19,7 +19,6 @@ from parallm.model.adapters.adapter import Adapter
 from parallm.model.kernels import flash_attention
 from parallm.model.kernels.cuda import on_cuda
 from parallm.model.kernels.page_write import PAGE
-from parallm.model.lora.segmented import PackedLora, SegmentedLora
 from parallm.model.lora.selector import LoraSelector
 from parallm.model.shared_model import SharedModel
 from parallm.types import GenerationRequest
@@ -180,11 +179,14 @@ def test_a_cached_prefix_is_read_where_it_is(
     assert [one.sequences[0].num_cached_prompt_tokens for one in (second, third)] == [128, 0]
 
 
-def test_a_unit_has_one_version(
+@pytest.mark.parametrize("stacks", [False, True])
+def test_a_unit_has_versions_that_stack(
+    stacks: bool,
     make_prefill: Callable[..., tuple[FlatPrefill, FakeMemory]],
     load_tiny: Callable[..., SharedModel],
     ask: Callable[..., GenerationRequest],
     random_adapter: Callable[..., Adapter],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = load_tiny("llama")
     prefill, memory = make_prefill(model, 512)
@@ -193,29 +195,35 @@ def test_a_unit_has_one_version(
     jobs = [
         job_of(memory, ask(str(place), prompt(30 + place, place)), adapter) for place, adapter in enumerate(adapters)
     ]
-    assert [[name for name, _ in unit] for unit in compute_all(prefill, jobs)] == [["0", "3"], ["1"], ["2"]]
+    monkeypatch.setattr(LoraSelector, "can_stack", lambda *_: stacks)
+    units = [[name for name, _ in unit] for unit in compute_all(prefill, jobs)]
+    assert units == ([["0", "2", "3"], ["1"]] if stacks else [["0", "3"], ["1"], ["2"]])
     assert worst(model, jobs) < 2e-4
+    jobs[0].sequences[0].adapter = versions[1]
+    assert worst(model, jobs) > 1e-3, "the versions differ"
 
 
-def test_tokens_of_a_unit_share_a_version(
+def test_a_unit_has_a_few_versions_and_those_of_its_own_tokens(
     make_prefill: Callable[..., tuple[FlatPrefill, FakeMemory]],
     load_tiny: Callable[..., SharedModel],
     ask: Callable[..., GenerationRequest],
+    random_adapter: Callable[..., Adapter],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """So products that have tensor cores add LoRA."""
-    prefill, memory = make_prefill(load_tiny("llama"), 100)
-    bindings: list[Any] = []
-    packed = SegmentedLora(weights=cast(PackedLora, None), order_B2=mx.zeros((1, 2), mx.int32))
-    monkeypatch.setattr(prefill._loras, "select", lambda _: packed)
+    model = load_tiny("llama")
+    prefill, memory = make_prefill(model, 100)
+    asked: list[int] = []
 
-    def forward(*arguments: Any) -> mx.array:
-        bindings.append(arguments[-1])
-        return mx.zeros((107, 64))
+    def can_stack(_: LoraSelector, adapters: Sequence[Adapter]) -> bool:
+        asked.append(len(adapters))
+        return True
 
-    monkeypatch.setattr(prefill, "_forward", forward)
-    prefill.compute(prefill.for_one_unit([job_of(memory, ask("a", prompt(120, 1)))]))
-    assert (bindings[0].is_shared, packed.is_shared) == (True, False)
+    monkeypatch.setattr(LoraSelector, "can_stack", can_stack)
+    adapters = [random_adapter(model, version) for version in range(1, 11)]
+    for length, expected in ((5, 8), (30, 4), (60, 2)):
+        jobs = [job_of(memory, ask(str(place), prompt(length, place)), one) for place, one in enumerate(adapters)]
+        assert len(prefill.for_one_unit(jobs)) == expected
+    assert asked == [8, 4, 2]
 
 
 def test_log_probs_of_a_prompt_come_from_its_own_chunks(

@@ -180,6 +180,12 @@ class EchoEngine:
         finally:
             self.num_aborted += not is_finished
 
+    async def completions(self, requests: Sequence[GenerationRequest]) -> AsyncGenerator[tuple[int, Completion], None]:
+        for index, request in enumerate(requests):
+            async for event in self.stream(request):
+                if event.completion is not None:
+                    yield index, event.completion
+
     async def cancel(self, request_ids: Collection[str]) -> int:
         self.cancelled |= set(request_ids)
         return len(request_ids)

@@ -45,7 +45,7 @@ PEFT_HEAD = re.compile(r"(?:base_model\.model\.)?score(?:\.modules_to_save\.defa
 Arrays = Mapping[str, mx.array]
 
 
-def _check_fit(adapter: Adapter, targets: Mapping[str, tuple[int, int]]) -> None:
+def check_fit(adapter: Adapter, targets: Mapping[str, tuple[int, int]]) -> None:
     """Raise AdapterError unless every array fits a target of the base (target -> inputs, outputs)."""
     for name in sorted(adapter.arrays.keys() - HEADS):
         target, _, part = name.rpartition(".")
@@ -252,7 +252,7 @@ def read_adapter(
                 is_classifier=task is not None,
             )
         if targets is not None:
-            _check_fit(adapter, targets)
+            check_fit(adapter, targets)
         task = _checked_task(task, adapter)
     except (AdapterError, ModelError, ValueError) as error:
         raise AdapterError(f"the adapter in {folder} cannot be used: {error}") from error

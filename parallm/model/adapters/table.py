@@ -172,6 +172,21 @@ class AdapterTable:
                 )
             )
 
+    def forget(self, name: str) -> None:
+        """Unload all versions of `name` and let their numbers come again. The caller drops what was computed with them.
+
+        Raises AdapterError, after unloading, while sequences still run on one.
+        """
+        with self._lock:
+            with suppress(UnknownModel):
+                self.unload(name)
+            if num_running := sum(entry.num_running for key, entry in self._state.entries.items() if key[0] == name):
+                raise AdapterError(
+                    f"{num_running} sequences still run on versions of {name}, whose numbers cannot come again yet"
+                )
+            self._highest.pop(name, None)
+            self._dropped = {key for key in self._dropped if key[0] != name}
+
     def hold(self, models: Iterable[str]) -> None:
         """Keep the versions that these names mean now in memory, and no others of an earlier call.
 

@@ -3,6 +3,8 @@
 Token ids that the model sampled are never re-tokenised: `reply_tokens` gives the ids that follow them.
 """
 
+import hashlib
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -61,6 +63,12 @@ class ChatTokenizer:
     def max_token_length(self) -> int:
         """Most characters that a token stands for; an upper bound where the vocabulary is one of bytes."""
         return max(map(len, self._tokenizer.get_vocab()))
+
+    @cached_property
+    def sha256(self) -> str:
+        """Digest of what token ids mean: the vocabulary and the tokens that end a completion."""
+        meaning = [sorted(self._tokenizer.get_vocab().items()), sorted(self.eos_token_ids)]
+        return hashlib.sha256(json.dumps(meaning).encode()).hexdigest()
 
     def encode(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> tuple[int, ...]:
         """Token ids of plain text. `add_special`: with the special tokens that the tokenizer adds by itself.

@@ -22,13 +22,11 @@ from parallm.model.kernels.decode_attention import columns_of
 from parallm.model.kernels.segmented_lora import GroupOutput, GroupWeights, ShrinkOutput, shrink
 from parallm.model.kernels.small_batch_gemm import fits, small_batch_gemm
 from parallm.model.kernels.swiglu import swiglu_of_halves
-from parallm.model.lora.segmented import SegmentedLora
+from parallm.model.lora.segmented import MIN_LONG, SegmentedLora
 from parallm.model.lora.training import TrainingLora
 from parallm.model.patches.forward import FusedAdd, ResidualSum, SwigluHalf, origin_of, set_origin, swiglu
 from parallm.model.quantized import UnpackingLinear
 
-MIN_LONG = 256
-"""Tokens of one row from which on LoRA is computed by MLX's products."""
 ARRAYS = ("weight", "scales", "biases", "bias")
 """Arrays of linear layers, quantized or not; the first axis of each is the output."""
 JOINED = (nn.Linear, nn.QuantizedLinear, UnpackingLinear)
@@ -142,9 +140,9 @@ class MergedLinear:
             return self._trained(x, lora)
         weights = lora.of_group(self.targets) if isinstance(lora, SegmentedLora) else None
         y, y_SBTO, hidden = self._product(x, weights)
-        if weights is not None and y is not None and _is_long(x, lora) and weights.array_VN.shape[0] == 1:
+        if weights is not None and y is not None and isinstance(lora, SegmentedLora) and _is_long(x, lora):
             parts = [y] if len(self.targets) == 1 else GroupOutput(y_SBTO, x.dtype, self._widths, None).split()
-            return weights.add_products(parts, x)
+            return weights.add_products(parts, x, lora.order_B2[:, 1])
         shrunk = None
         if weights is not None and isinstance(lora, SegmentedLora):
             hidden = shrink(x, weights, lora.order_B2) if hidden is None else hidden
@@ -188,10 +186,10 @@ class MergedLinear:
         return parts
 
 
-def _is_long(x: mx.array, lora: LoraBinding | None) -> bool:
-    """Whether `x` (B, T, I) holds many tokens of prompts, which have one adapter: as one row, or flat."""
-    is_alike = x.shape[0] == 1 or (isinstance(lora, SegmentedLora) and lora.is_shared)
-    return is_alike and x.shape[0] * x.shape[1] >= MIN_LONG
+def _is_long(x: mx.array, lora: SegmentedLora) -> bool:
+    """Whether `x` (B, T, I) holds many tokens of prompts: as one row, which has one version, or flat."""
+    is_prompt = lora.is_flat or (x.shape[0] == 1 and lora.weights.num_versions == 1)
+    return is_prompt and x.shape[0] * x.shape[1] >= MIN_LONG
 
 
 def merged_linears(base: nn.Module) -> list[MergedLinear]:

@@ -16,12 +16,16 @@ from functools import cache
 from itertools import accumulate, islice
 
 import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
 
 from parallm.model.kernels.cuda import MIN_ON_DEVICE, VECTOR_BYTES, interned_array
 from parallm.model.kernels.segmented_lora import COLUMNS, GroupWeights, PackedGroup, Targets
 from parallm.model.lora.single import SingleLora
 
 NO_ADAPTER = -1  # as the version of a row
+MIN_LONG = 256
+"""Tokens of prompts from which on LoRA is computed by MLX's products."""
 MAX_NUMBERS = 1 << 21  # of a version in an array; one group's weights are never split
 
 
@@ -120,13 +124,13 @@ class SegmentedStructure:
     """Equal for bindings for which the same operations are computed, but for the shapes of arrays."""
 
     layout: PackedLayout
-    is_shared: bool
+    is_flat: bool
 
     def lora(self, arrays: Sequence[mx.array]) -> "SegmentedLora":
         """The binding with other arrays, in the order of `SegmentedLora.arrays`."""
         order_B2, *weights = arrays
         packed = PackedLora(layout=self.layout, arrays=tuple(weights))
-        return SegmentedLora(weights=packed, order_B2=order_B2, is_shared=self.is_shared)
+        return SegmentedLora(weights=packed, order_B2=order_B2, is_flat=self.is_flat)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,9 +139,9 @@ class SegmentedLora:
 
     weights: PackedLora
     order_B2: mx.array
-    """See `order_rows`."""
-    is_shared: bool = False
-    """Whether all rows use one version: the tokens of flat prompts do."""
+    """See `order_rows`, or `order_tokens` where `is_flat`."""
+    is_flat: bool = False
+    """Whether rows are tokens of prompts."""
 
     def of_group(self, targets: Targets) -> GroupWeights | None:
         """The weights of a group; None if it has none."""
@@ -149,7 +153,7 @@ class SegmentedLora:
         return [self.order_B2, *self.weights.arrays]
 
     def structure(self) -> SegmentedStructure:
-        return SegmentedStructure(layout=self.weights.layout, is_shared=self.is_shared)
+        return SegmentedStructure(layout=self.weights.layout, is_flat=self.is_flat)
 
     def apply(self, target: str, x: mx.array, y: mx.array) -> mx.array:
         """`y`: groups apply LoRA to their targets, and `pack_lora` refuses an adapter of other targets."""
@@ -170,3 +174,9 @@ def order_rows(index_B: Sequence[int], num_versions: int) -> mx.array:
         pairs.sort(key=lambda pair: pair[1])
     missing = -(-MIN_ON_DEVICE // 2) - len(pairs)
     return interned_array((*pairs, *[(0, NO_ADAPTER)] * missing), mx.int32)
+
+
+def order_tokens(index_M: npt.NDArray[np.int32]) -> mx.array:
+    """The same for tokens of prompts; in their own order where products of all tokens read it."""
+    order_M = np.arange(index_M.size) if index_M.size >= MIN_LONG else np.argsort(index_M, kind="stable")
+    return mx.array(np.stack([order_M, index_M[order_M]], axis=1).astype(np.int32))

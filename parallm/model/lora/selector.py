@@ -21,6 +21,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 import mlx.core as mx
+import numpy as np
 
 from parallm.model.adapters.adapter import Adapter, Key
 from parallm.model.kernels.cuda import on_cuda
@@ -33,6 +34,7 @@ from parallm.model.lora.segmented import (
     PackedLora,
     SegmentedLora,
     order_rows,
+    order_tokens,
     pack_lora,
     stack_packed,
 )
@@ -42,6 +44,7 @@ from parallm.model.shared_model import SharedModel
 
 MAX_SINGLE = 16
 MAX_SETS = 2  # each is a copy of all its adapters, and rows change sets one way
+MAX_FLAT = 8  # versions whose A each token of a prompt is multiplied by
 MAX_ALONE = 16  # of 84 MB each for rank 16 on all linears of an 8B shape
 
 CacheKey = TypeVar("CacheKey", bound=Hashable)
@@ -77,6 +80,23 @@ class LoraSelector:
             lora = self._select(adapters_B)
             self._last = (tuple(adapters_B), lora)
         return lora
+
+    def can_stack(self, adapters: Sequence[Adapter]) -> bool:
+        """Whether `select_flat` computes tokens of these versions together, and at what a few cost."""
+        packed = self._packed.of({adapter.key: adapter for adapter in adapters}) if self._model.groups else None
+        return packed is not None and packed[0].num_versions <= MAX_FLAT
+
+    def select_flat(self, adapters_S: Sequence[Adapter | None], lengths_S: Sequence[int]) -> LoraBinding | None:
+        """The binding for tokens as rows: `lengths_S[s]` of them use `adapters_S[s]`."""
+        adapters = {adapter.key: adapter for adapter in adapters_S if adapter is not None}
+        packed = self._packed.of(adapters) if adapters and self._model.groups else None
+        if packed is None:
+            pairs = zip(adapters_S, lengths_S, strict=True)
+            return self.select([adapter for adapter, length in pairs for _ in range(length)])
+        weights, index = packed
+        index_S = [NO_ADAPTER if adapter is None else index[adapter.key] for adapter in adapters_S]
+        order_M2 = order_tokens(np.repeat(np.array(index_S, np.int32), lengths_S))
+        return SegmentedLora(weights=weights, order_B2=order_M2, is_flat=True)
 
     def _select(self, adapters_B: Sequence[Adapter | None]) -> LoraBinding | None:
         keys_B = [None if adapter is None else adapter.key for adapter in adapters_B]

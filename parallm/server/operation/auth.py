@@ -111,9 +111,11 @@ _ROUTES: Mapping[Role, Mapping[str, str]] = {
     },
     "training": {
         "GET": "/debug/training /v1/training/status",
+        "PUT": "/v1/replica/versions/{version}",
         "POST": """
             /v1/training/pause /v1/training/resume /v1/training/update
             /training/checkpoint /v1/training/checkpoint
+            /v1/replica/join /v1/replica/generate /v1/replica/leave
         """,
     },
     "admin": {

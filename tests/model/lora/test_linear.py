@@ -129,7 +129,7 @@ def test_a_prompt_of_any_length_gets_the_outputs_of_its_adapter(tokens: int, is_
     plain = outputs_of(layers, lora_context, x, lora)
     flat = pack_lora(lora, merge_linears(layers, CALLED), mx.float32)
     assert flat is not None
-    rows = SegmentedLora(weights=flat, order_B2=order_rows([0] * tokens if is_flat else [0], 1), is_shared=is_flat)
+    rows = SegmentedLora(weights=flat, order_B2=order_rows([0] * tokens if is_flat else [0], 1), is_flat=is_flat)
     found = outputs_of(layers, lora_context, x.reshape(-1, 1, 64) if is_flat else x, rows)
     for one, other in zip(found, plain, strict=True):
         wanted = other.reshape(one.shape)

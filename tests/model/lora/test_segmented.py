@@ -4,11 +4,19 @@ from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 import pytest
 
 from parallm.model.kernels.cuda import on_cuda
 from parallm.model.kernels.segmented_lora import GroupOutput, GroupWeights, ShrinkOutput, shrink
-from parallm.model.lora.segmented import SegmentedLora, order_rows, pack_lora, stack_packed
+from parallm.model.lora.segmented import (
+    MIN_LONG,
+    SegmentedLora,
+    order_rows,
+    order_tokens,
+    pack_lora,
+    stack_packed,
+)
 from parallm.model.lora.single import SingleLora, join_a
 
 needs_cuda = pytest.mark.skipif(not on_cuda(), reason="needs MLX's CUDA build")
@@ -85,9 +93,31 @@ def test_many_tokens_of_one_version_go_through_plain_products(widths: list[int],
     versions = random_versions(48, widths, ranks, 1, mx.float32)
     x, y = mx.random.normal((1, 7, 48)), mx.random.normal((1, 7, sum(widths)))
     cuts = [sum(widths[:end]) for end in range(1, len(widths))]
-    found = versions.weights.add_products(mx.split(y, cuts, axis=-1), x)
+    found = versions.weights.add_products(mx.split(y, cuts, axis=-1), x, mx.zeros(7, mx.int32))
     for one, wanted in zip(found, expected(y, x, widths, ranks, versions, [0]), strict=True):
         assert mx.allclose(one, wanted, atol=1e-5).item()
+
+
+@pytest.mark.parametrize(("widths", "ranks"), [([64], [8]), ([96, 32, 32], [16, 8, 8])])
+def test_tokens_of_several_versions_go_through_plain_products(widths: list[int], ranks: list[int]) -> None:
+    versions = random_versions(48, widths, ranks, 3, mx.float32)
+    index = [2, 2, 0, -1, 1, 0, 2]
+    x, y = mx.random.normal((7, 1, 48)), mx.random.normal((7, 1, sum(widths)))
+    cuts = [sum(widths[:end]) for end in range(1, len(widths))]
+    found = versions.weights.add_products(mx.split(y, cuts, axis=-1), x, mx.array(index, mx.int32))
+    for one, wanted in zip(found, expected(y, x, widths, ranks, versions, index), strict=True):
+        assert mx.allclose(one, wanted, atol=1e-5).item()
+    for one, other in zip(found, expected(y, x, widths, ranks, versions, [2, 2, 0, -1, 1, 0, 1]), strict=True):
+        assert not mx.allclose(one, other, atol=1e-5).item()
+
+
+@pytest.mark.parametrize("tokens", [MIN_LONG - 1, MIN_LONG])
+def test_pairs_of_many_tokens_keep_their_order(tokens: int) -> None:
+    index_M = np.arange(tokens, dtype=np.int32) % 3 - 1
+    order_M2 = np.array(order_tokens(index_M))
+    assert (order_M2[:, 1] == index_M[order_M2[:, 0]]).all()
+    assert sorted(order_M2[:, 0]) == list(range(tokens))
+    assert (np.diff(order_M2[:, 1]) >= 0).all() == (tokens < MIN_LONG), "kernels want rows of a version side by side"
 
 
 @needs_cuda
