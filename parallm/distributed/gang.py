@@ -50,6 +50,13 @@ class Worker(Protocol):
     def kill(self) -> None: ...
 
 
+class Front(Protocol):
+    """The front before the workers, if there is one."""
+
+    def assign(self, hosts: Sequence[str], ports: Sequence[int]) -> list[dict[str, str]]:
+        """Take these addresses for the workers' HTTP; return the environment of each rank."""
+
+
 class Machines(Protocol):
     """The machines on which workers run."""
 

@@ -76,21 +76,9 @@ def identity_of(environment: Mapping[str, str] = os.environ) -> Identity | None:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """The place of a worker before which a front stands."""
-
-    address: Address
-    """The address at which it answers the front."""
-    url: str
-    """The front's own address, which people call."""
-
-
-def place_behind_front(environment: Mapping[str, str] = os.environ) -> Place | None:
-    """Return what a starter has set; None if no front stands before this process. Raises ConfigError."""
-    if LISTEN not in environment:
-        return None
-    return Place(_address(environment[LISTEN]), environment.get(FRONT, ""))
+def listen_address(environment: Mapping[str, str] = os.environ) -> Address | None:
+    """Return where this process is to answer the front; None if none stands before it. Raises ConfigError."""
+    return _address(environment[LISTEN]) if LISTEN in environment else None
 
 
 def _shifted(port: int) -> int:

@@ -154,7 +154,7 @@ def _run_worker(config: RunConfig, composed: DictConfig, folder: Path, run: Run 
     if config.distributed.engine != "off" and HydraConfig.get().mode == RunMode.MULTIRUN:
         raise ConfigError("distributed: a sweep runs its jobs in one process; start one run at a time, without -m")
     if must_launch(config.distributed):
-        return launch(config.distributed, sys.argv[1:], folder, config.checkpoint.resume)
+        return launch(config.distributed, config.server, sys.argv[1:], folder, config.checkpoint.resume)
     with join_team(config.distributed, folder, shared_facts(config)) as team:
         if team.folder != folder:
             remove_unused(folder)

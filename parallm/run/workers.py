@@ -1,6 +1,7 @@
 """The configuration of one of several workers: what it shares with the others, and what is its own."""
 
 import dataclasses
+import os
 import platform
 import shutil
 from importlib.metadata import version
@@ -10,7 +11,7 @@ from typing import Any
 from parallm.config.run_folder import SERVING
 from parallm.config.run_kinds import flat_keys
 from parallm.config.schema import RunConfig
-from parallm.distributed.identity import place_behind_front
+from parallm.distributed.identity import FRONT, listen_address
 from parallm.server.settings import AUTO, OFF, ServerSettings
 
 PACKAGES = ("mlx", "mlx-lm", "numpy")
@@ -41,9 +42,9 @@ def own_config(config: RunConfig, rank: int) -> RunConfig:
 def own_server(server: ServerSettings, rank: int) -> ServerSettings:
     """The settings of the server of worker `rank`. Raises ConfigError."""
     changes: dict[str, Any] = {}
-    place = place_behind_front()
-    if place is not None:
-        changes = {"host": place.address.host, "port": place.address.port, "uds": None}
+    address = listen_address()
+    if address is not None:
+        changes = {"host": address.host, "port": address.port, "uds": None}
         changes |= dict.fromkeys(("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"))
     elif server.uds is not None:
         changes = {"uds": f"{server.uds}.{rank}" if rank else server.uds}
@@ -56,8 +57,7 @@ def own_server(server: ServerSettings, rank: int) -> ServerSettings:
 
 def shown_url(url: str | None) -> str | None:
     """Return the address that people call: the front's, if one stands before this process, else its own."""
-    place = place_behind_front()
-    return url if place is None or url is None else place.url
+    return os.environ.get(FRONT, url) if url else None
 
 
 def copy_operators_state(server: ServerSettings, leader: Path, own: Path, rank: int) -> None:

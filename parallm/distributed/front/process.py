@@ -1,4 +1,4 @@
-"""The front's process: `start_front` for whoever starts workers, and `open_front` for a front alone.
+"""The front's process: `standing_front` for whoever starts workers, and `open_front` for a front alone.
 
 The starter binds the address and keeps the socket, so that clients can connect before there is a front and while one
 that has died is started again. It writes lines of JSON to the front's standard input: settings first, then the workers'
@@ -15,8 +15,8 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ from pydantic import TypeAdapter
 
 from parallm.distributed.front.app import Front
 from parallm.distributed.front.workers import Workers
+from parallm.distributed.gang import Interrupts
+from parallm.distributed.identity import FRONT, LISTEN
 from parallm.distributed.settings import FrontSettings
 from parallm.server.operation.auth import StoredKey, read_keys
 from parallm.server.operation.http_server import HttpServer, url_of
@@ -38,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 class FrontProcess:
-    """A front in a process of its own, which is started again if it dies. Made by `start_front`."""
+    """A front in a process of its own, which is started again if it dies."""
 
     def __init__(self, server: ServerSettings, settings: FrontSettings, bound: socket.socket) -> None:
         self.url = url_of(bound, server)
@@ -65,6 +67,13 @@ class FrontProcess:
             self._urls = dict(urls)
             self._write(self._process, {"workers": self._urls})
 
+    def assign(self, hosts: Sequence[str], ports: Sequence[int]) -> list[dict[str, str]]:
+        """Have a worker at each of these addresses from now on. Return the environment that lets it listen there."""
+        pairs = zip(hosts, ports, strict=True)
+        names = [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in pairs]
+        self.set_workers({rank: f"http://{name}" for rank, name in enumerate(names)})
+        return [{LISTEN: name, FRONT: self.url} for name in names]
+
     def drain(self) -> None:
         """Refuse new requests; those under way go on."""
         self._process.send_signal(signal.SIGTERM)
@@ -82,7 +91,6 @@ class FrontProcess:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-        self._bound.close()
         if self._server.uds:
             Path(self._server.uds).unlink(missing_ok=True)
 
@@ -111,12 +119,32 @@ class FrontProcess:
             process.stdin.flush()
 
 
-def start_front(server: ServerSettings, settings: FrontSettings) -> FrontProcess | None:
-    """Start a front on the address of `server`; None if there is to be none. Raises ListenError, ConfigError."""
+class NoFront:
+    """In place of a front where there is to be none: workers have the addresses of their configuration."""
+
+    def assign(self, hosts: Sequence[str], ports: Sequence[int]) -> list[dict[str, str]]:
+        return [{} for _ in hosts]
+
+
+@contextmanager
+def standing_front(
+    server: ServerSettings, settings: FrontSettings, interrupts: Interrupts
+) -> Iterator[FrontProcess | NoFront]:
+    """A front on the address of `server`, if there is to be one; a signal to end lets it refuse new requests.
+
+    Raises ListenError, ConfigError.
+    """
     if not (server.enabled and settings.enabled):
-        return None
+        yield NoFront()
+        return
     read_keys(server)
-    return FrontProcess(server, settings, bind(server))
+    with bind(server) as bound:
+        front = FrontProcess(server, settings, bound)
+        interrupts.on_signal = front.drain
+        try:
+            yield front
+        finally:
+            front.close()
 
 
 @asynccontextmanager
