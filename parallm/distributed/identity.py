@@ -19,6 +19,8 @@ LISTEN = "PARALLM_LISTEN"
 """Environment variable: HOST:PORT where this process answers HTTP for the front before it, which has `server.port`."""
 FRONT = "PARALLM_FRONT"
 """Environment variable: the front's own address, for people to see."""
+REPLICA = "PARALLM_REPLICA"
+"""Environment variable: the number of this process among several servers of one model."""
 PORT_OFFSET = 1000
 """Distance of the coordinator's port from the port that mx.distributed uses on rank 0."""
 
@@ -79,6 +81,11 @@ def identity_of(environment: Mapping[str, str] = os.environ) -> Identity | None:
 def listen_address(environment: Mapping[str, str] = os.environ) -> Address | None:
     """Return where this process is to answer the front; None if none stands before it. Raises ConfigError."""
     return _address(environment[LISTEN]) if LISTEN in environment else None
+
+
+def replica_rank(environment: Mapping[str, str] = os.environ) -> int:
+    """Return the number of this process among several servers of one model. Raises ConfigError."""
+    return _number(environment, REPLICA) if REPLICA in environment else 0
 
 
 def _shifted(port: int) -> int:

@@ -100,11 +100,12 @@ def backend_of(settings: DistributedSettings) -> Backend:
     if settings.backend == "jaccl":
         raise ConfigError("distributed.backend=jaccl: Macs are started by mlx.launch --backend jaccl --hostfile FILE")
     if settings.backend == "auto":
-        return "nccl" if _has_cuda() else "ring"
+        return "nccl" if has_cuda() else "ring"
     return settings.backend
 
 
-def _has_cuda() -> bool:
+def has_cuda() -> bool:
+    """Whether MLX's CUDA build is installed."""
     for name in CUDA_PACKAGES:
         with suppress(PackageNotFoundError):
             return bool(version(name))

@@ -16,6 +16,14 @@ class FrontSettings:
 
 
 @settings
+class ServersSettings:
+    workers: int = Field(default=1, ge=1)
+    """Number of servers of the model on this machine, each with a GPU or a share of the cores, behind one address."""
+    front: FrontSettings = FrontSettings()
+    """One address before all servers."""
+
+
+@settings
 class DistributedSettings:
     engine: Literal["off", "mlx", "ray"] = "off"
     """`mlx`: several processes train one policy, data parallel, over mx.distributed. Each serves, too. `ray`: the same

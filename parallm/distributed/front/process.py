@@ -83,9 +83,7 @@ class FrontProcess:
         with self._lock:
             self._is_closing.set()
             process = self._process
-            assert process.stdin is not None, "it was opened"
-            with suppress(OSError):
-                process.stdin.close()
+            self._hang_up(process)
         try:
             process.wait(self._server.drain_seconds + CLOSE_SECONDS)
         except subprocess.TimeoutExpired:
@@ -103,6 +101,7 @@ class FrontProcess:
             logger.warning("the front has ended with %d and is started again", code)
             with self._lock:
                 if not self._is_closing.is_set():
+                    self._hang_up(self._process)
                     self._process = self._start()
 
     def _start(self) -> subprocess.Popen[bytes]:
@@ -111,6 +110,11 @@ class FrontProcess:
         self._write(process, self._first)
         self._write(process, {"workers": self._urls})
         return process
+
+    def _hang_up(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdin is not None, "it was opened"
+        with suppress(OSError):
+            process.stdin.close()
 
     def _write(self, process: subprocess.Popen[bytes], message: Mapping[str, Any]) -> None:
         assert process.stdin is not None, "it was opened"
