@@ -57,6 +57,13 @@ class Front(Protocol):
         """Take these addresses for the workers' HTTP; return the environment of each rank."""
 
 
+class NoFront:
+    """In place of a front: workers have the addresses of their configuration."""
+
+    def assign(self, hosts: Sequence[str], ports: Sequence[int]) -> list[dict[str, str]]:
+        return [{} for _ in hosts]
+
+
 class Machines(Protocol):
     """The machines on which workers run."""
 

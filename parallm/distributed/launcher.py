@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from pkgutil import resolve_name
 
-from parallm.distributed.gang import Front, Interrupts, free_ports, ring_hosts, run_gangs, variables
+from parallm.distributed.gang import Front, Interrupts, NoFront, free_ports, ring_hosts, run_gangs, variables
 from parallm.distributed.identity import Backend, identity_of
 from parallm.distributed.settings import DistributedSettings
 from parallm.errors import ConfigError
@@ -56,6 +56,17 @@ def launch(
     ):
         host = Host(settings, command, Path(temporary) / "hosts.json", front)
         return run_gangs(host, settings, folder, resume=resume, interrupts=interrupts)
+
+
+def launch_ranks(settings: DistributedSettings, arguments: Sequence[str], folder: Path) -> int:
+    """Serve as `settings.workers` processes here, each with a part of the base. Returns the exit code.
+
+    `folder` is that of the server. Raises ConfigError if this machine has fewer GPUs.
+    """
+    interrupts = Interrupts()
+    with tempfile.TemporaryDirectory(prefix="parallm-") as temporary, interrupts.counted():
+        host = Host(settings, ["-m", "parallm.serve", *arguments], Path(temporary) / "hosts.json", NoFront())
+        return run_gangs(host, settings, folder, resume="never", interrupts=interrupts)
 
 
 class Host:

@@ -6,30 +6,30 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
+from http import HTTPStatus
+from http.client import HTTPConnection, HTTPException
 from pkgutil import resolve_name
 
 from parallm.distributed.gang import INTERRUPTED, POLL_SECONDS, SIGNALLED, Interrupts, free_ports
-from parallm.distributed.identity import REPLICA
+from parallm.distributed.identity import LISTEN, REPLICA
 from parallm.distributed.launcher import FRONT, LOOPBACK, devices, has_cuda
-from parallm.distributed.settings import ServersSettings
+from parallm.distributed.settings import ServingSettings
 from parallm.distributed.team import available_cores
 from parallm.errors import ConfigError
 from parallm.server.settings import ServerSettings
 
-QUICK_SECONDS = 20.0
-"""A server that ends sooner than this after its start has failed to start."""
-MAX_QUICK = 3
-"""Failed starts of one server in a row; then all end."""
-WRONG_CONFIG = 2
+MAX_FAILED = 3
+"""Times in a row that a server may be killed before it has been ready; then all end."""
+SECONDS_BETWEEN_LOOKS, LOOK_SECONDS = 1.0, 0.2
 
 
-def must_start_servers(settings: ServersSettings) -> bool:
+def must_start_servers(settings: ServingSettings) -> bool:
     """Whether this process is to start servers instead of being one."""
     return settings.workers > 1 and REPLICA not in os.environ
 
 
-def run_servers(settings: ServersSettings, server: ServerSettings, arguments: Sequence[str]) -> int:
+def run_servers(settings: ServingSettings, server: ServerSettings, arguments: Sequence[str]) -> int:
     """Run `parallm.serve` with these arguments `settings.workers` times until a signal. Returns the exit code.
 
     Raises ConfigError if this machine has fewer GPUs or there is to be no front, ListenError.
@@ -39,6 +39,11 @@ def run_servers(settings: ServersSettings, server: ServerSettings, arguments: Se
         raise ConfigError(
             f"distributed.workers={count}: several servers need the front before them; set server.enabled=true and "
             "distributed.front.enabled=true, or distributed.workers=1"
+        )
+    if settings.tensor_parallel > 1:
+        raise ConfigError(
+            f"distributed.workers={count} distributed.tensor_parallel={settings.tensor_parallel}: start each divided "
+            "server by itself, and parallm.front before them"
         )
     gpus = devices() if has_cuda() else []
     if has_cuda() and len(gpus) < count:
@@ -65,16 +70,17 @@ class Started:
     def __init__(
         self, rank: int, command: Sequence[str], environment: Mapping[str, str], cores: Sequence[int] = ()
     ) -> None:
-        """`cores`: numbers of those that it is to use; none: all."""
+        """`environment` has its address. `cores`: numbers of those that it is to use; none: all."""
         self.rank = rank
         self._command = command
         self._environment = os.environ | environment
         self._cores = cores
-        self._num_quick = 0
+        self._num_failed = 0
         self.start()
 
     def start(self) -> None:
-        self._began = time.monotonic()
+        self._was_ready = False
+        self._looked = time.monotonic()
         self.process = subprocess.Popen(self._command, env=self._environment)
         if self._cores:
             with suppress(OSError):
@@ -84,14 +90,25 @@ class Started:
         """Start it again if it has ended. Return its exit code if that would end in the same way."""
         code = self.process.poll()
         if code is None:
+            self._look()
             return None
-        self._num_quick = self._num_quick + 1 if time.monotonic() < self._began + QUICK_SECONDS else 0
-        if code == WRONG_CONFIG or self._num_quick >= MAX_QUICK:
+        self._num_failed = 0 if self._was_ready else self._num_failed + 1
+        if self._num_failed and (code >= 0 or self._num_failed == MAX_FAILED):
             return SIGNALLED - code if code < 0 else code
         how = f"was killed by signal {-code}" if code < 0 else f"ended with {code}"
         sys.stderr.write(f"parallm: server {self.rank} {how} and is started again\n")
         self.start()
         return None
+
+    def _look(self) -> None:
+        """Note once it is ready: a server that ends before has a reason that stays."""
+        if self._was_ready or time.monotonic() < self._looked + SECONDS_BETWEEN_LOOKS:
+            return
+        self._looked = time.monotonic()
+        connection = HTTPConnection(self._environment[LISTEN], timeout=LOOK_SECONDS)
+        with closing(connection), suppress(OSError, HTTPException):
+            connection.request("GET", "/ready")
+            self._was_ready = connection.getresponse().status == HTTPStatus.OK
 
 
 def keep_running(servers: Sequence[Started], interrupts: Interrupts) -> int:

@@ -19,7 +19,7 @@ def run_front(config: FrontConfig) -> int:
     if not urls:
         raise ConfigError("workers: name the servers, such as 'workers=[http://node1:8000,http://node2:8000]'")
     for url in urls.values():
-        address_of(url)  # a wrong one is told before anything begins
+        address_of(url)  # names a wrong one before anything begins
     with listening(config.server) as listener:
         asyncio.run(_serve(config, urls, listener))
     return 0

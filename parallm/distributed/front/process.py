@@ -24,7 +24,7 @@ from pydantic import TypeAdapter
 
 from parallm.distributed.front.app import Front
 from parallm.distributed.front.workers import Workers
-from parallm.distributed.gang import Interrupts
+from parallm.distributed.gang import Interrupts, NoFront
 from parallm.distributed.identity import FRONT, LISTEN
 from parallm.distributed.settings import FrontSettings
 from parallm.server.operation.auth import StoredKey, read_keys
@@ -118,16 +118,9 @@ class FrontProcess:
 
     def _write(self, process: subprocess.Popen[bytes], message: Mapping[str, Any]) -> None:
         assert process.stdin is not None, "it was opened"
-        with suppress(OSError):  # it has ended, and the next one is told all
+        with suppress(OSError):  # it has ended, and the next one gets all
             process.stdin.write(json.dumps(message).encode() + b"\n")
             process.stdin.flush()
-
-
-class NoFront:
-    """In place of a front where there is to be none: workers have the addresses of their configuration."""
-
-    def assign(self, hosts: Sequence[str], ports: Sequence[int]) -> list[dict[str, str]]:
-        return [{} for _ in hosts]
 
 
 @contextmanager

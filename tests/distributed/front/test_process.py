@@ -16,8 +16,8 @@ from bench.fake_worker import FakeWorker
 from bench.processes import free_port
 
 from parallm.distributed.front import process
-from parallm.distributed.front.process import FrontProcess, NoFront, standing_front
-from parallm.distributed.gang import Interrupts
+from parallm.distributed.front.process import FrontProcess, standing_front
+from parallm.distributed.gang import Interrupts, NoFront
 from parallm.distributed.identity import FRONT, LISTEN
 from parallm.distributed.settings import FrontSettings
 from parallm.server.operation.sockets import ListenError
@@ -28,9 +28,9 @@ SECONDS = 20.0
 
 
 @contextmanager
-def standing(**settings: float) -> Iterator[tuple[FrontProcess, Interrupts, str]]:
+def standing() -> Iterator[tuple[FrontProcess, Interrupts, str]]:
     interrupts, server = Interrupts(), ServerSettings(port=0, drain_seconds=1)
-    with standing_front(server, FrontSettings(**settings), interrupts) as front:
+    with standing_front(server, FrontSettings(), interrupts) as front:
         assert isinstance(front, FrontProcess)
         yield front, interrupts, front.url
 
@@ -84,7 +84,7 @@ def test_a_front_ends_with_its_starter() -> None:
     script = """
 import os, sys, time
 from parallm.distributed.front.process import standing_front
-from parallm.distributed.gang import Interrupts
+from parallm.distributed.gang import Interrupts, NoFront
 from parallm.distributed.settings import FrontSettings
 from parallm.server.settings import ServerSettings
 with standing_front(ServerSettings(port=0, drain_seconds=0), FrontSettings(), Interrupts()) as front:
@@ -161,11 +161,10 @@ def test_the_command_stands_before_given_addresses(tmp_path: Path) -> None:
         command = [sys.executable, "-m", "parallm.front", f"workers=[{urls}]", f"server.port={port}"]
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
         own = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True)
+        assert own.stdout is not None
         try:
-            assert own.stdout is not None
-            assert own.stdout.readline() == (
-                f"http://127.0.0.1:{port} answers for http://127.0.0.1:{first}, http://127.0.0.1:{second} until Ctrl-C\n"
-            )
+            answers_for = f"http://127.0.0.1:{first}, http://127.0.0.1:{second}"
+            assert own.stdout.readline() == f"http://127.0.0.1:{port} answers for {answers_for} until Ctrl-C\n"
             until(lambda: answer(f"http://127.0.0.1:{port}").json()["workers"] == [0, 1])
             own.send_signal(signal.SIGINT)
             assert own.wait(SECONDS) == 0
