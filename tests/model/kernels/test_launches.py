@@ -34,6 +34,7 @@ from parallm.model.kernels.segmented_lora import GroupOutput, ShrinkOutput, shri
 from parallm.model.kernels.swiglu import fused_swiglu, swiglu_of_halves
 from parallm.model.kernels.token_draw import draw_tokens, score_tokens
 from parallm.model.kernels.token_filter import ends_by_kernel, weights_by_kernel
+from parallm.model.kernels.unpack import unpack_weights
 from parallm.model.logprobs import softmax_of
 from parallm.model.lora.segmented import order_rows
 from tests.model.kernels.test_compiler import NAMES, needs_nvrtc
@@ -44,6 +45,7 @@ TYPES = {
     "const float4*": mx.float32,
     "const int*": mx.int32,
     "const int4*": mx.int32,
+    "const uint32_t*": mx.uint32,
     "const uint64_t*": mx.uint64,
     "float*": mx.float32,
     "int*": mx.int32,
@@ -192,6 +194,11 @@ def take(dtype: mx.Dtype) -> None:
     mx.vjp(lambda given: take_known_rows(given, np.array([1, 1, 3], np.int32)), [x], [x[:3]])
 
 
+def unpack(dtype: mx.Dtype) -> None:
+    for bits in (4, 8):
+        unpack_weights(*mx.quantize(mx.zeros((4, 64), dtype), bits=bits), group_size=64, bits=bits)
+
+
 def prefill(dtype: mx.Dtype, rotation: Rotation | None = None) -> None:
     """Tokens of two prompts are written into pages, and attend to them."""
     half = mx.bfloat16 if dtype == mx.float32 else dtype
@@ -276,6 +283,7 @@ FACES: dict[str, Face] = {
     "add and normalize, many chunks": lambda dtype: normalize(dtype, size=8192, splits=2),
     "copy": copy,
     "take": take,
+    "unpack": unpack,
     "multiply": lambda dtype: multiply(dtype, versions=0, widths=[64, 32, 32], bias=False),
     "multiply, biased": lambda dtype: multiply(dtype, versions=0, widths=[64, 64], bias=True),
     "multiply, alone": lambda dtype: multiply(dtype, versions=0, widths=[4096], bias=False),
