@@ -15,6 +15,7 @@ import pytest
 
 from parallm.model.kernels import (
     add_norm,
+    all_sum,
     cuda,
     decode_attention,
     gather,
@@ -247,6 +248,12 @@ def multiply(dtype: mx.Dtype, *, versions: int, widths: list[int], bias: bool, r
         output.added_to(mx.zeros((rows, 1, widths[0]), half))
 
 
+def sum_over_ranks(dtype: mx.Dtype) -> None:
+    addresses = mx.zeros(4, mx.uint64)
+    for size in (2, 4):
+        all_sum.all_sum(mx.zeros((3, 1, 512), dtype), all_sum.PeerMemory(rank=size - 1, size=size, addresses=addresses))
+
+
 HALVES = Rotation(dims=64, traditional=False, scale=1.0, base=10_000.0, wavelengths=None)
 FIRST_HALF = Rotation(dims=32, traditional=False, scale=1.0, base=10_000.0, wavelengths=None)
 NEIGHBOURS = Rotation(dims=64, traditional=True, scale=0.5, base=None, wavelengths=mx.ones(32))
@@ -282,6 +289,7 @@ FACES: dict[str, Face] = {
     "add parts and normalize": lambda dtype: normalize(dtype, size=896, splits=4),
     "add and normalize, many chunks": lambda dtype: normalize(dtype, size=8192, splits=2),
     "copy": copy,
+    "sum over ranks": sum_over_ranks,
     "take": take,
     "unpack": unpack,
     "multiply": lambda dtype: multiply(dtype, versions=0, widths=[64, 32, 32], bias=False),
