@@ -76,7 +76,7 @@ class ReplicaHost:
     async def join(self, trainer: JoinBody, *, is_paused: bool) -> JoinAnswer:
         """Begin or continue a session. Raises Unavailable for a trainer that this server cannot sample for.
 
-        Raises EngineFull while requests still run on versions of the trainer before.
+        Raises EngineFull while another trainer is there, or requests still run on its versions.
         """
         if difference := self._difference(trainer):
             raise Unavailable(difference)
@@ -146,7 +146,7 @@ class ReplicaHost:
     async def _claim(self, trainer: JoinBody, before: Claim | None) -> Claim:
         policy = trainer.policy
         if before is not None and before.is_fresh and before.owner != trainer.owner:
-            raise Unavailable(
+            raise EngineFull(
                 f"this server samples {policy} for {before.owner}; stop that run, or train a policy of another name"
             )
         if policy in self._kept.state.highest or policy == BASE:
