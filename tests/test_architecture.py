@@ -43,7 +43,7 @@ REASONS = {
     "integrations/atropos/environment_host.py": "runs in the process of an environment",
 }
 
-RETIRED = re.compile(r"\b(shard|told|untold|knocks|lessons|house|skinny)\b|\bclass Room\b", re.IGNORECASE)
+RETIRED = re.compile(r"\b(told|untold|knocks|lessons|house|skinny)\b|\bclass Room\b", re.IGNORECASE)
 FRAGMENTS = ("Of ", "That ", "Where ", "By ", "With ")
 
 

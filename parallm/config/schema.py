@@ -18,7 +18,7 @@ from parallm.config.process_log import LogForm, LogLevel
 from parallm.config.run_folder import NAME_PATTERN
 from parallm.config.run_kinds import wrong_evaluation
 from parallm.device.settings import BlasSettings, DeviceSettings, ServingDeviceSettings
-from parallm.distributed.settings import DistributedSettings
+from parallm.distributed.settings import DistributedSettings, DivisionSettings
 from parallm.engine.settings import EngineSettings
 from parallm.environment.settings import ArithmeticSettings, EnvironmentSettings
 from parallm.errors import ConfigError
@@ -105,6 +105,8 @@ class ServeConfig(LogConfig):
     """The library behind matrix products on a CPU, and the share of serving."""
     metrics: DisplaySettings = DisplaySettings()
     """The display."""
+    distributed: DivisionSettings = DivisionSettings()
+    """A base that is divided between devices."""
 
 
 @settings

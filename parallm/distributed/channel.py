@@ -30,6 +30,8 @@ HEADER = struct.Struct(">IQ")
 LENGTH = struct.Struct(">Q")
 LEAVE, FAIL = "!leave", "!fail"
 """Labels of a worker's last frame, and of rank 0's word that the exchange has failed; the content is the reason."""
+BROADCAST = "!all"
+"""Label of what rank 0 sends to all."""
 MAX_LABEL, MAX_CONTENT = 1 << 12, 1 << 36
 POLL_SECONDS = 0.2
 CLOSE_SECONDS = 5.0
@@ -103,6 +105,8 @@ class Channel:
         """Why the exchange has ended."""
         self.on_failure: Callable[[str], None] = lambda _: None
         """Called with the reason when the exchange has ended before its time."""
+        self.broadcasts: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        """What rank 0 has sent by `broadcast`, in order; None: rank 0 has come to its end, or the exchange has."""
         self.late_seconds: defaultdict[int, float] = defaultdict(float)
         """At rank 0: how much later than the first each rank came to gathers at which it was the last."""
         self._links = {link.rank: link for link in links}
@@ -132,6 +136,11 @@ class Channel:
             else:
                 self._links[0].send(label, part)
         return wait.future
+
+    def broadcast(self, content: bytes) -> None:
+        """Send bytes from rank 0 to all others, which get them in the order of the calls. Waits for nothing."""
+        for link in self._links.values():
+            link.send(BROADCAST, content)
 
     def loss(self) -> Future[list[bytes]]:
         """Return a future that gets ExchangeFailed when the exchange ends, and no result. Cancel it after use."""
@@ -168,6 +177,7 @@ class Channel:
             for link in self._links.values():
                 link.send(FAIL, reason.encode())
         logger.error("%s", reason)
+        self.broadcasts.put(None)
         self.on_failure(reason)
         for wait in waits.values():
             settle(wait.future, error=ExchangeFailed(reason))
@@ -207,6 +217,9 @@ class Channel:
 
     def _receive(self, link: Link, label: str, content: bytes) -> None:
         """Handle a frame. Runs in the link's thread."""
+        if label == BROADCAST:
+            self.broadcasts.put(content)
+            return
         with self._lock:
             if label == FAIL:
                 self.fail(content.decode())
@@ -223,6 +236,7 @@ class Channel:
             self.fail(f"rank {link.rank} has ended: {reason}")
         elif self._pending():
             self.fail(f"rank {link.rank} ended before the others")
+        self.broadcasts.put(None)
 
     def _lose(self, link: Link) -> None:
         """Called when a connection has ended. Runs in the link's thread."""

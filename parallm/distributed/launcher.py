@@ -48,6 +48,17 @@ def launch(settings: DistributedSettings, arguments: Sequence[str], folder: Path
         return run_gangs(host, settings, folder, resume=resume, interrupts=interrupts)
 
 
+def launch_ranks(settings: DistributedSettings, arguments: Sequence[str], folder: Path) -> int:
+    """Serve as `settings.workers` processes here, each with a part of the base. Returns the exit code.
+
+    `folder` is that of the server. Raises ConfigError if this machine has fewer GPUs.
+    """
+    interrupts = Interrupts()
+    with tempfile.TemporaryDirectory(prefix="parallm-") as temporary, interrupts.counted():
+        host = Host(settings, ["-m", "parallm.serve", *arguments], Path(temporary) / "hosts.json")
+        return run_gangs(host, settings, folder, resume="never", interrupts=interrupts)
+
+
 class Host:
     """This machine: gangs of one size, with a GPU for each worker or a share of the cores."""
 

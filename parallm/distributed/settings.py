@@ -43,3 +43,26 @@ class DistributedSettings:
     """Longest wait for another worker; then the process saves and ends with exit code 75. With Ray also for nodes."""
     front: FrontSettings = FrontSettings()
     """One address before all workers, where this command starts them."""
+
+
+@settings
+class DivisionSettings:
+    """A base that is divided between devices, for serving."""
+
+    tensor_parallel: int = Field(default=1, ge=1)
+    """Number of devices that each layer is divided between, each with a process of its own on this machine, or started
+    by a launcher such as mlx.launch."""
+    backend: Literal["auto", "ring", "nccl", "jaccl"] = "auto"
+    """Library that sums outputs of layers. `auto`: NCCL with MLX's CUDA build, else the launcher's, else TCP rings."""
+    timeout_seconds: float = Field(default=600.0, gt=0)
+    """Longest wait for another process while they start."""
+
+    @property
+    def workers(self) -> DistributedSettings:
+        """The processes as workers."""
+        return DistributedSettings(
+            engine="mlx",
+            workers=self.tensor_parallel,
+            backend=self.backend,
+            timeout_seconds=self.timeout_seconds,
+        )

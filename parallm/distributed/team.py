@@ -57,6 +57,7 @@ class Team(AbstractContextManager["Team"]):
         self.run_folder = run_folder
         """The folder of rank 0."""
         self.own_folder = run_folder / RANKS / str(identity.rank)
+        self.leave_seconds = LEAVE_SECONDS
         self._began = time.time()
         channel.on_failure = self._prepare_to_leave
 
@@ -105,7 +106,7 @@ class Team(AbstractContextManager["Team"]):
     def _prepare_to_leave(self, reason: str) -> None:
         """Tell the reason at once, and end the process whatever hangs in it."""
         self.write_status("failed", reason)
-        timer = threading.Timer(LEAVE_SECONDS, _leave, (EXCHANGE_FAILED,))
+        timer = threading.Timer(self.leave_seconds, _leave, (EXCHANGE_FAILED,))
         timer.daemon = True
         timer.start()
 

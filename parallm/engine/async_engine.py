@@ -39,10 +39,10 @@ class AsyncEngine:
 
     @property
     def max_context(self) -> int:
-        return self._attached().max_context
+        return self.attached.max_context
 
     def stats(self) -> EngineStats:
-        engine = self._attached()
+        engine = self.attached
         budget, prefixes = engine.kv_budget, engine.memory.prefixes
         prefill, speculation = engine.prefill, engine.speculation
         return EngineStats(
@@ -129,7 +129,7 @@ class AsyncEngine:
     async def _events(
         self, requests: Sequence[GenerationRequest], *, is_streaming: bool
     ) -> AsyncGenerator[TokenEvent, None]:
-        engine = self._attached()
+        engine = self.attached
         names = {request.request_id for request in requests}
         for request in requests:
             _validate(request, engine)
@@ -162,7 +162,7 @@ class AsyncEngine:
 
     async def _call(self, function: Callable[[Engine], object]) -> None:
         """Run `function` on the device thread."""
-        engine = self._attached()
+        engine = self.attached
         await asyncio.wrap_future(self._device.call(lambda: function(engine)))
 
     def _hop(self, deliveries: Sequence[tuple[str, Delivery]]) -> None:
@@ -174,7 +174,9 @@ class AsyncEngine:
             if request_id in self._channels:
                 self._channels[request_id].put_nowait(delivery)
 
-    def _attached(self) -> Engine:
+    @property
+    def attached(self) -> Engine:
+        """The engine, for the device thread. Raises EngineStopped before `attach`, and after its end."""
         if self._engine is None or not self._device.is_alive:
             raise EngineStopped("the engine is not running; wait until the model is loaded, or restart the process")
         return self._engine

@@ -55,9 +55,8 @@ def engine_kernels(model: SharedModel, adapter: Adapter, settings: EngineSetting
         buckets = sorted({row_bucket(rows) for rows in range(1, MAX_BUCKET + 1)})
         for lora in (None, *_loras(model, adapter)):
             for merged in {merged.form(lora): merged for merged in merged_linears(model.base)}.values():
-                inputs, _ = model.targets[merged.targets[0]]
                 for rows, tokens in (*((rows, 1) for rows in buckets), (1, STEP), (1, MIN_LONG)):
-                    merged.list_kernels(mx.zeros((rows, tokens, inputs), model.dtype), lora)
+                    merged.list_kernels(mx.zeros((rows, tokens, merged.num_inputs), model.dtype), lora)
     return list(kernels)
 
 

@@ -11,7 +11,8 @@ import re
 import sys
 import textwrap
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ from parallm.model.quantized import arrange_quantized, cast, check_experts, choo
 from parallm.model.settings import ModelSettings
 from parallm.model.shared_model import SharedModel, can_batch
 from parallm.model.task_spec import ENCODERS
+from parallm.model.tensor_parallel import Ranks, cut_layers, sum_outputs
 
 logger = logging.getLogger(__name__)
 
@@ -55,21 +57,24 @@ ROPE_WITHIN = ("default", "su", "longrope", "llama3")
 """Ways to scale rotary positions that max_position_embeddings already counts in."""
 
 
-def load_shared_model(settings: ModelSettings) -> SharedModel:
-    """Load a model and its tokenizer for `share_model`. Raises as it does, and ModelError with the path and a way
-    out."""
+def load_shared_model(settings: ModelSettings, ranks: Ranks | None = None) -> SharedModel:
+    """Load a model and its tokenizer for `share_model`, or this rank's part of the model if there are `ranks`.
+
+    Raises as it does, and ModelError with the path and a way out.
+    """
     folder = find_folder(settings.path)
     base, config = load_base(folder, settings.path, trusted=settings.trust_remote_code)
     tokenizer = _load_tokenizer(folder, config, trusted=settings.trust_remote_code)
+    share = partial(share_model, config=config, tokenizer=tokenizer, settings=settings, ranks=ranks)
     if not has_text_head(folder, config):
-        return replace(share_model(base, config, tokenizer, settings), writes_text=False)
+        return replace(share(base), writes_text=False)
     if settings.dtype == "auto" and may_be_float16(base, _model_type(config)):
-        model = share_model(base, config, tokenizer, settings, computed=mx.float16)
+        model = share(base, computed=mx.float16)
         if is_in_range(model):
             return model
         logger.info("%s computes in bfloat16: its hidden states need more than the range of float16", settings.path)
         base, config = load_base(folder, settings.path, trusted=settings.trust_remote_code)
-    return share_model(base, config, tokenizer, settings)
+    return share(base)
 
 
 def share_model(
@@ -79,9 +84,10 @@ def share_model(
     settings: ModelSettings,
     *,
     computed: mx.Dtype | None = None,
+    ranks: Ranks | None = None,
 ) -> SharedModel:
     """Freeze and evaluate a model of mlx-lm, and make its linear layers LoRA targets. `config` is its config.json,
-    `computed` the type that it computes in if not `settings.dtype`.
+    `computed` the type that it computes in if not `settings.dtype`. With `ranks` only this rank's part is kept.
 
     Raises AdapterError for targets that the model does not have, ModelError for a way to keep quantized weights of a
     model that has none, and for a model that cannot compute on this device.
@@ -90,16 +96,25 @@ def share_model(
     dtype = choose_dtype(settings.dtype, base)
     check_experts(base, settings.quantized, dtype, model_type)
     cast(base, dtype)
-    sha256 = fingerprint(base)  # of what is stored, however it is kept here
+    stored = stored_values(base)  # however it is kept here
     if computed is not None:
         dtype = computed
         cast(base, dtype)
+    parallel = None
+    if ranks is not None:
+        parallel = cut_layers(base, config, ranks, settings.path)
+        for name, own in tree_flatten(base.parameters()):  # so that one array at a time is whole
+            mx.eval(own, stored[name].values)
+    sha256 = fingerprint(stored)
     arrange_quantized(base, settings.quantized, dtype)
     _freeze(base, settings.path, model_type)
     install_forward(base)
     install_rotary(base)
     lora_context = LoraContext()
     targets = install_lora(base, settings.lora, lora_context)
+    if parallel is not None:
+        targets = {name: parallel.whole_shape(name, *shape) for name, shape in targets.items()}
+        sum_outputs(base, parallel)
     mx.eval(base.parameters())
     owner, name = find_trunk(base)
     text_config = config.get("text_config", config)
@@ -117,6 +132,7 @@ def share_model(
         trunk_owner=owner,
         trunk_name=name,
         is_batch_invariant=can_batch(base, model_type),
+        parallel=parallel,
     )
     try:
         return _with_joined(model if model.is_encoder else _checked_split(model, model_type))
@@ -126,17 +142,33 @@ def share_model(
         ) from error
 
 
-def fingerprint(base: nn.Module) -> str:
-    """SHA-256 over names, shapes, types and a few values of a model's arrays; it tells one base from another."""
-    arrays = dict(tree_flatten(base.parameters()))
-    values = {
-        name: array.reshape(-1)[:: max(1, array.size // FINGERPRINT_VALUES)].astype(mx.float32)
-        for name, array in arrays.items()
+@dataclass(frozen=True, slots=True)
+class StoredArray:
+    """What the fingerprint takes of an array of the base."""
+
+    form: str
+    """Shape and type."""
+    values: mx.array
+    """A few of its values, not evaluated."""
+
+
+def stored_values(base: nn.Module) -> dict[str, StoredArray]:
+    """What `fingerprint` takes, by the names of the arrays of a base. Evaluates nothing."""
+    return {
+        name: StoredArray(
+            f"{array.shape} {array.dtype}",
+            array.reshape(-1)[:: max(1, array.size // FINGERPRINT_VALUES)].astype(mx.float32),
+        )
+        for name, array in tree_flatten(base.parameters())
     }
-    mx.eval(values)
+
+
+def fingerprint(stored: Mapping[str, StoredArray]) -> str:
+    """SHA-256 over names, shapes, types and a few values of a model's arrays; it tells one base from another."""
+    mx.eval([array.values for array in stored.values()])
     digest = hashlib.sha256()
-    for name, array in sorted(arrays.items()):
-        digest.update(f"{name} {array.shape} {array.dtype} {values[name].tolist()}".encode())
+    for name, array in sorted(stored.items()):
+        digest.update(f"{name} {array.form} {array.values.tolist()}".encode())
     return digest.hexdigest()
 
 

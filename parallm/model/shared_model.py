@@ -21,6 +21,7 @@ from parallm.model.kernels.cuda import on_cuda
 from parallm.model.lora.linear import LoraBinding, LoraContext
 from parallm.model.patches.forward import OwnCache, Replay
 from parallm.model.task_spec import ENCODERS
+from parallm.model.tensor_parallel import TensorParallel
 
 
 class PlainCache(KVCache, OwnCache):
@@ -54,6 +55,8 @@ class SharedModel:
     """Targets whose outputs are computed at once, with MLX's CUDA build; see `MergedLinear`."""
     is_batch_invariant: bool
     """Whether rows of different lengths can share one forward; see `can_batch`."""
+    parallel: TensorParallel | None = None
+    """How the base is cut, if this process holds a part of it."""
     writes_text: bool = True
     """False for encoders, and for trunks without a language model's head."""
 
@@ -94,6 +97,10 @@ class SharedModel:
         """An empty cache for one row in mlx-lm's own classes; `PlainCache` where rows can be batched."""
         cache: list[Any] = make_prompt_cache(self.base)
         return [PlainCache() for _ in cache] if self.is_batch_invariant else cache
+
+    def own_lora(self, arrays: Mapping[str, mx.array]) -> Mapping[str, mx.array]:
+        """The arrays of an adapter, or this process's part of them."""
+        return arrays if self.parallel is None else self.parallel.own_lora(arrays)
 
     @property
     def num_layers(self) -> int:

@@ -33,11 +33,11 @@ from parallm.config.run_folder import (
     locked_run_folder,
     remove_unused,
 )
-from parallm.config.schema import COMMANDS, RunConfig, keys_elsewhere, known_keys, shipped, to_config
+from parallm.config.schema import COMMANDS, RunConfig, ServeConfig, keys_elsewhere, known_keys, shipped, to_config
 from parallm.device.blas import BlasReport, load_blas
 from parallm.device.load_mlx import load_mlx
 from parallm.device.settings import BlasSettings
-from parallm.distributed.launcher import launch, must_launch
+from parallm.distributed.launcher import launch, launch_ranks, must_launch
 from parallm.distributed.team import join_team
 from parallm.errors import ConfigError, ParallmError
 from parallm.metrics.machine import describe_versions
@@ -134,6 +134,8 @@ def _run_job(composed: DictConfig, folder: Path, name: str, run: Run | None) -> 
         form = config.log_format
         if isinstance(config, RunConfig):
             code = _run_worker(config, composed, folder, run)
+        elif isinstance(config, ServeConfig) and config.distributed.tensor_parallel > 1:
+            code = _run_rank(config, run)
         else:
             with logging_to(None, config.log_level, form):
                 blas = _load(config.device)
@@ -163,6 +165,19 @@ def _run_worker(config: RunConfig, composed: DictConfig, folder: Path, run: Run 
             blas = _load(config.device)
             (team.folder / CONFIG).write_text(OmegaConf.to_yaml(composed, resolve=True))
             return team.bound(run or resolve_name(WIRING[TRAIN]))(config, team.folder, blas)
+
+
+def _run_rank(config: ServeConfig, run: Run | None) -> int:
+    """Serve a base that is divided: as one of the ranks that a launcher has started, or by launching them."""
+    folder, workers = RUNS_FOLDER / config.name, config.distributed.workers
+    if must_launch(workers):
+        return launch_ranks(workers, sys.argv[1:], folder)
+    with (
+        join_team(workers, folder, shared_facts(config)) as team,
+        logging_to(None, config.log_level, config.log_format),
+    ):
+        blas = _load(config.device)
+        return team.bound(run or resolve_name(WIRING["serve"]))(config, team.folder, blas)
 
 
 def _load(device: BlasSettings) -> BlasReport:

@@ -41,7 +41,7 @@ from parallm.metrics.display import RunHeader
 from parallm.metrics.formatting import short_path
 from parallm.model.adapters.adapter import Adapter
 from parallm.model.adapters.initial import starting_adapter
-from parallm.model.adapters.reward_head import refuse_head
+from parallm.model.adapters.reward_head import read_reward_model, refuse_head
 from parallm.model.adapters.table import AdapterTable
 from parallm.model.kernels.compiler import Specialization
 from parallm.model.kernels.cuda import has_kernels, on_cuda, target
@@ -64,7 +64,7 @@ from parallm.server.service import Service
 from parallm.server.settings import ServerSettings
 from parallm.tasks.encoder import Encoder
 from parallm.tasks.settings import TaskSettings
-from parallm.trainer.reward_training import find_reward_model, open_reward_model
+from parallm.trainer.reward_training import find_reward_model
 from parallm.types import BASE, POLICY
 
 logger = logging.getLogger(__name__)
@@ -115,8 +115,6 @@ class Runtime:
     store: AdapterStore
     host: ReplicaHost | None
     """This process as a rollout engine of a trainer elsewhere; None while it trains itself."""
-    reward_model: RewardModel | None
-    """The reward model of `server.reward_model`."""
     sampling_defaults: Mapping[str, float]
     report: DeviceReport
     traces: Traces | None
@@ -138,9 +136,24 @@ class Application:
     server: HttpServer | None
 
 
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """What differs where several processes compute one model."""
+
+    load: Callable[[ModelSettings], SharedModel] = load_shared_model
+    engine: Callable[..., Engine] = Engine
+
+
+WHOLE = EngineParts()
+"""A process with a whole model."""
+
+
 @asynccontextmanager
 async def open_runtime(
-    settings: RuntimeSettings, blas: BlasReport, tell: Callable[[str], None] = logger.info
+    settings: RuntimeSettings,
+    blas: BlasReport,
+    tell: Callable[[str], None] = logger.info,
+    parts: EngineParts = WHOLE,
 ) -> AsyncIterator[Runtime]:
     """Load the model and start its engine; close everything at the end. `tell` shows what takes long.
 
@@ -164,7 +177,7 @@ async def open_runtime(
         device = DeviceThread(governor)
         resources.callback(device.stop)
         await on_device(device, wire_memory)
-        model = await on_device(device, partial(load_shared_model, settings.model))
+        model = await on_device(device, partial(parts.load, settings.model))
         streams = await on_device(device, lambda: DeviceStreams(partial(set_blas_threads, blas)))
         adapters = AdapterTable(policies=settings.policies)
         start = await _starting_adapter(settings, device, model, adapters)
@@ -182,7 +195,7 @@ async def open_runtime(
             has_task = encoder.has_base_spec or start.spec is not None
             needed = await on_device(device, partial(_needed_kernels, settings, model, start, has_task))
             await asyncio.to_thread(prepare_kernels, needed, target(), partial(_tell_kernels, tell))
-        engine = await _start_engine(settings.engine, device, model, adapters, streams)
+        engine = await _start_engine(parts.engine, settings.engine, device, model, adapters, streams)
         trained = settings.policies if settings.is_training else ()
         kept = open_table(
             settings.server, settings.folder, device, model, adapters, trained=trained, continues=settings.keeps_state
@@ -200,8 +213,7 @@ async def open_runtime(
             start=start,
             owner=None if host is None else host.owner,
         )
-        reward_settings = RewardModelSettings(adapter=settings.server.reward_model)
-        reward_model = await open_reward_model(reward_settings, settings.learner, device, model, streams)
+        await on_device(device, partial(_publish_reward_model, settings.server, model, adapters))
         yield Runtime(
             settings=settings,
             device=device,
@@ -214,7 +226,6 @@ async def open_runtime(
             kept=kept,
             store=store,
             host=host,
-            reward_model=reward_model,
             sampling_defaults=defaults,
             report=DeviceReport(device.governor, monitor),
             traces=traces,
@@ -256,7 +267,7 @@ async def open_application(
         trajectories=trajectories or {},
         sample_stores=sample_stores or {},
         swaps=runtime.adapters.num_swaps,
-        reward_models=partial(_rates, runtime.reward_model, reward_models or {}),
+        reward_models=partial(_rates, runtime.settings.server.reward_model is not None, reward_models or {}),
         encoder=runtime.encoder,
         replica=runtime.host,
     )
@@ -328,10 +339,15 @@ def _tell_kernels(tell: Callable[[str], None], done: int, total: int) -> None:
 
 
 async def _start_engine(
-    settings: EngineSettings, device: DeviceThread, model: SharedModel, adapters: AdapterTable, streams: DeviceStreams
+    make: Callable[..., Engine],
+    settings: EngineSettings,
+    device: DeviceThread,
+    model: SharedModel,
+    adapters: AdapterTable,
+    streams: DeviceStreams,
 ) -> AsyncEngine:
     engine = AsyncEngine(device, asyncio.get_running_loop())
-    build = partial(Engine, model, adapters, streams, settings, emit=engine.emit, report=engine.report)
+    build = partial(make, model, adapters, streams, settings, emit=engine.emit, report=engine.report)
     engine.attach(await on_device(device, partial(build, async_scheduling=on_cuda())))
     if settings.warmup and model.writes_text:
         token, rows = model.tokenizer.encode("0")[-1], engine.stats().max_rows
@@ -349,12 +365,19 @@ def _check_reward_model(settings: ServerSettings) -> None:
         raise ConfigError(f"server.reward_model: {error}") from error
 
 
-def _rates(own: RewardModel | None, of_policies: Mapping[str, RewardModel]) -> dict[str, Rate]:
-    """Return the reward models by their names for clients: `reward`, and `POLICY@reward` if there are several."""
+def _publish_reward_model(settings: ServerSettings, model: SharedModel, adapters: AdapterTable) -> None:
+    """Serve the reward model of `server.reward_model` as the adapter `reward`. Raises AdapterError."""
+    folder = find_reward_model(RewardModelSettings(adapter=settings.reward_model))
+    if folder is not None:
+        adapter = read_reward_model(folder, model)
+        adapters.publish(dataclasses.replace(adapter, name=REWARD, version=max(1, adapter.version)))
+
+
+def _rates(has_own: bool, of_policies: Mapping[str, RewardModel]) -> dict[str, Rate]:
+    """Return the reward models of rollouts by their names for clients: `POLICY@reward`, or `reward` if it is the only
+    one and there is no adapter of this name."""
     named = {f"{policy}@{REWARD}": model.rate for policy, model in of_policies.items()}
-    if own is not None:
-        return {REWARD: own.rate, **named}
-    return dict(zip((REWARD,), named.values(), strict=True)) if len(named) == 1 else named
+    return dict(zip((REWARD,), named.values(), strict=True)) if len(named) == 1 and not has_own else named
 
 
 @contextmanager

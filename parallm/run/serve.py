@@ -6,22 +6,30 @@
 import asyncio
 import dataclasses
 import logging
+import signal
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from parallm.config.run_folder import RUNS_FOLDER
 from parallm.config.schema import ServeConfig
 from parallm.device.blas import BlasReport
 from parallm.device.settings import DeviceSettings
-from parallm.interrupts import until_signal
+from parallm.distributed.lockstep import FollowingEngine, LeadingEngine
+from parallm.distributed.team import Team
+from parallm.distributed.tensor_parallel import LEAVE_SECONDS, follow, load_part
+from parallm.errors import ExchangeFailed
+from parallm.interrupts import SIGNALS, until_signal
 from parallm.metrics.live_display import make_display
 from parallm.reports import TrainingStatus
 from parallm.run.operator_state import check_given
 from parallm.run.runtime import (
+    WHOLE,
     Application,
+    EngineParts,
     Runtime,
     RuntimeSettings,
     header_of,
@@ -35,9 +43,15 @@ from parallm.types import POLICY
 logger = logging.getLogger(__name__)
 
 
-def run_serving(config: ServeConfig, _: Path, blas: BlasReport) -> int:
-    """Answer HTTP until Ctrl-C. Returns the exit code; raises ParallmError."""
-    asyncio.run(_serve(config, blas))
+def run_serving(config: ServeConfig, _: Path, blas: BlasReport, team: Team | None = None) -> int:
+    """Answer HTTP until Ctrl-C, or compute a part of a base for rank 0 of `team`. Returns the exit code; raises
+    ParallmError."""
+    if team is None:
+        asyncio.run(_serve(config, blas))
+    elif team.identity.rank == 0:
+        asyncio.run(_lead(config, blas, team))
+    else:
+        asyncio.run(_follow(config, blas, team))
     return 0
 
 
@@ -66,6 +80,7 @@ async def open_serving(
     *,
     folder: Path | None,
     tell: Callable[[str], None] = logger.info,
+    parts: EngineParts = WHOLE,
 ) -> AsyncIterator[Serving]:
     """Serve the model of a configuration that is `checked`. Raises ParallmError.
 
@@ -82,19 +97,51 @@ async def open_serving(
         folder=folder,
         keeps_state=True,
     )
-    async with open_runtime(settings, blas, tell) as runtime:
+    async with open_runtime(settings, blas, tell, parts) as runtime:
         messages = await runtime.restore(config.server.adapters, {})
         async with open_application(runtime, listener, lambda: TrainingStatus(state="serving")) as application:
             yield Serving(runtime=runtime, application=application, messages=messages)
 
 
-async def _serve(config: ServeConfig, blas: BlasReport) -> None:
+async def _serve(config: ServeConfig, blas: BlasReport, parts: EngineParts = WHOLE) -> None:
     config = checked(config)
     display = make_display("lines" if config.metrics.display == "auto" else config.metrics.display, sys.stdout)
     with listening(config.server) as listener, closing(display):
         folder = RUNS_FOLDER / config.name
-        async with open_serving(config, blas, listener, folder=folder, tell=display.message) as serving:
+        async with open_serving(config, blas, listener, folder=folder, tell=display.message, parts=parts) as serving:
             display.start(header_of(config.name, config.model, blas, listener.url))
             for text in serving.messages:
                 display.message(text)
             await until_signal()
+
+
+async def _lead(config: ServeConfig, blas: BlasReport, team: Team) -> None:
+    """Serve as rank 0, until a signal or the loss of another rank."""
+    serving = asyncio.ensure_future(_serve(config, blas, _parts(team, LeadingEngine)))
+    lost = asyncio.wrap_future(team.channel.loss())
+    await asyncio.wait((serving, lost), return_when=asyncio.FIRST_COMPLETED)
+    if lost.done():
+        serving.cancel()
+        await asyncio.wait((serving,))
+        lost.result()
+    lost.cancel()
+    serving.result()
+
+
+async def _follow(config: ServeConfig, blas: BlasReport, team: Team) -> None:
+    """Make the calls of rank 0 until it ends."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)  # rank 0 gets them, too
+    own_settings = dataclasses.replace(config.engine, warmup=False)
+    settings = RuntimeSettings(model=resolve_model(config.model), engine=own_settings)
+    async with open_runtime(settings, blas, parts=_parts(team, FollowingEngine)) as runtime:
+        engine = runtime.engine.attached
+        assert isinstance(engine, FollowingEngine), "the engine of these parts"
+        await asyncio.to_thread(follow, runtime.device, engine, team.channel)
+    if team.channel.failure is not None:
+        raise ExchangeFailed(team.channel.failure)
+
+
+def _parts(team: Team, engine: type[LeadingEngine] | type[FollowingEngine]) -> EngineParts:
+    team.leave_seconds = LEAVE_SECONDS
+    return EngineParts(load=partial(load_part, team), engine=partial(engine, channel=team.channel))

@@ -7,14 +7,14 @@ from importlib.metadata import version
 from typing import Any
 
 from parallm.config.run_kinds import flat_keys
-from parallm.config.schema import RunConfig
+from parallm.config.schema import RunConfig, ServeConfig
 
 PACKAGES = ("mlx", "mlx-lm", "numpy")
 OWN_KEYS = ("metrics.", "server.", "log_", "device.", "model.path", "model.adapter", "rollout.reward_model.adapter")
 """Prefixes of keys that may differ between workers: addresses, and folders of their machines."""
 
 
-def shared_facts(config: RunConfig) -> dict[str, Any]:
+def shared_facts(config: RunConfig | ServeConfig) -> dict[str, Any]:
     """What all workers must have in common before they load anything."""
     keys = flat_keys(dataclasses.asdict(config))
     own = {name: value for name, value in keys.items() if not name.startswith(OWN_KEYS) and not name.endswith(".path")}

@@ -19,26 +19,32 @@ from parallm.server.connection import error_response
 from parallm.server.control.routes_adapters import adapter_alias_routes, adapter_routes
 from parallm.server.control.routes_engine import engine_routes, load_routes
 from parallm.server.control.routes_replicas import replica_routes
-from parallm.server.control.routes_scores import score_routes
 from parallm.server.control.routes_splits import split_routes
 from parallm.server.control.routes_training import training_routes
 from parallm.server.control.routes_trajectories import trajectory_routes
 from parallm.server.dialects.routes_generate import generate_routes
 from parallm.server.dialects.routes_identity import absent_routes, identity_routes
 from parallm.server.dialects.routes_tokenize import tokenize_routes
+from parallm.server.dialects.tei import tei_routes
 from parallm.server.failures import Failure, failure_of
 from parallm.server.openai.routes import openai_routes
-from parallm.server.openai.routes_embeddings import embedding_routes
 from parallm.server.openapi import openapi_document
 from parallm.server.operation.auth import ROLES, auth_dependency, check_roles
 from parallm.server.operation.collectors import ServiceCollector
 from parallm.server.operation.middleware import CLIENT_CLOSED_REQUEST, Drain, Origins, RequestMiddleware
 from parallm.server.operation.routes_operation import operation_routes
 from parallm.server.service import Service
+from parallm.server.tasks.routes_classify import classify_routes
+from parallm.server.tasks.routes_embeddings import embedding_routes
+from parallm.server.tasks.routes_rank import rank_routes
+from parallm.server.tasks.routes_rewards import reward_routes
 
 ROUTES: Sequence[Callable[[Service], APIRouter]] = (
     openai_routes,
     embedding_routes,
+    rank_routes,
+    classify_routes,
+    tei_routes,
     generate_routes,
     tokenize_routes,
     identity_routes,
@@ -51,7 +57,7 @@ ROUTES: Sequence[Callable[[Service], APIRouter]] = (
     engine_routes,
     load_routes,
     split_routes,
-    score_routes,
+    reward_routes,
 )
 
 

@@ -192,18 +192,18 @@ class Encoder(Protocol):
     def encode_text(self, text: str, spec: TaskSpec) -> tuple[int, ...]:
         """Return the token ids of a text as the model reads it."""
 
-    def encode_pair(
+    def encode_pairs(
         self,
         spec: TaskSpec,
         query: str,
-        document: str,
+        documents: Sequence[str],
         *,
         instruction: str | None = None,
         limit: int,
         document_limit: int | None = None,
         cuts: bool = False,
-    ) -> tuple[tuple[int, ...], int]:
-        """Return the token ids of a pair, and how many belong to the first text. Raises InvalidRequest."""
+    ) -> list[tuple[tuple[int, ...], int]]:
+        """Return the token ids of each pair, and how many of them belong to the query. Raises InvalidRequest."""
 
     def end_token(self, spec: TaskSpec) -> int | None:
         """Return the token that every row has to end with; None: any."""

@@ -17,20 +17,22 @@ from parallm import __version__
 from parallm.server.control import replica_schemas as replicas
 from parallm.server.control import routes_adapters as adapters
 from parallm.server.control import routes_engine as engine
-from parallm.server.control import routes_scores as scores
 from parallm.server.control import routes_splits as splits
 from parallm.server.control import routes_training as training
 from parallm.server.control import routes_trajectories as trajectories
-from parallm.server.dialects import native, sglang, trl, vllm
+from parallm.server.dialects import native, sglang, tei, trl, vllm
 from parallm.server.dialects import routes_identity as identity
 from parallm.server.dialects import routes_tokenize as tokenize
-from parallm.server.openai import routes_embeddings as embeddings
 from parallm.server.openai.chat_schemas import ChatAnswer, ChatBody
 from parallm.server.openai.completion_schemas import CompletionAnswer, CompletionBody
 from parallm.server.openai.responses_schemas import ResponseAnswer, ResponseBody
 from parallm.server.openai.routes import ModelEntry, ModelList
 from parallm.server.operation.auth import ROLES, Role
 from parallm.server.schemas import Done, ErrorAnswer
+from parallm.server.tasks import routes_classify as classify
+from parallm.server.tasks import routes_embeddings as embeddings
+from parallm.server.tasks import routes_rank as rank
+from parallm.server.tasks import routes_rewards as rewards
 
 DESCRIPTION = """A language model that is served while it learns. Fields are honoured or refused by name, never ignored.
 Every error has the form of `ErrorAnswer`; `/generate` has those of the dialect that asks.
@@ -82,7 +84,7 @@ class Row:
     """A body that works."""
     more_examples: Mapping[str, Example] = field(default_factory=dict)
     """Other bodies that work, by what they show."""
-    answer_example: Example | None = None
+    answer_example: object = None
     """An answer, where no type describes it."""
     parameters: tuple[Mapping[str, Any], ...] = ()
     """Parameters of the query in OpenAPI's form, where the route reads them by hand."""
@@ -236,14 +238,50 @@ _DOCUMENTS: Mapping[str, Row] = {
     "PUT /v1/shares": Row((engine.SharesBody,), (engine.SharesAnswer,), {"serving_share": 0.9}, errors=(409,)),
     "POST /v1/rewards": Row((splits.RewardBody,), (Done,), {"id": "cmpl-1f", "reward": 1.0}),
     "POST /v1/rewards/score": Row(
-        (scores.ScoreBody,),
-        (scores.ScoreAnswer,),
+        (rewards.RewardScoreBody,),
+        (rewards.RewardScoreAnswer,),
         {"model": "reward", "input": ["2 + 3 = 5", "2 + 3 = 6"]},
         {
             "completions of a prompt": {"prompt": "2 + 3 =", "completions": [" 5", " 6"]},
             "the end of a chat": {"messages": [*MESSAGES, {"role": "assistant", "content": "5"}]},
         },
     ),
+    "POST /rerank, POST /v1/rerank, POST /v2/rerank": Row(
+        (rank.RerankBody, tei.TeiRerankBody),
+        (rank.RerankAnswer,),
+        {"model": "base", "query": "2 + 3", "documents": ["5", "7"], "top_n": 1},
+        {"TEI's form": {"query": "2 + 3", "texts": ["5", "7"], "return_text": True}},
+    ),
+    "POST /score, POST /v1/score": Row(
+        (rank.ScoreBody,),
+        (rank.ScoreAnswer,),
+        {"model": "base", "queries": "2 + 3", "documents": ["5", "7"]},
+        {"pairs": {"model": "base", "text_1": ["2 + 3", "3 + 4"], "text_2": ["5", "7"]}},
+    ),
+    "POST /classify, POST /v1/classify, POST /v1/classifications": Row(
+        (classify.ClassifyBody,),
+        (classify.ClassifyAnswer, classify.InfinityAnswer),
+        {"model": "base", "input": ["2 + 3 = 5"]},
+        {"Infinity's form": {"model": "base", "input": ["2 + 3 = 5"], "raw_scores": False}},
+    ),
+    "POST /pooling, POST /v1/pooling": Row(
+        (classify.PoolingBody,), (classify.PoolingAnswer,), {"model": "base", "input": "2 + 3", "task": "embed"}
+    ),
+    "POST /embed": Row((tei.TeiEmbedBody,), (), {"inputs": ["2 + 3"]}, answer_example=[[0.6, -0.8]]),
+    "POST /predict": Row(
+        (tei.TeiPredictBody,),
+        (),
+        {"inputs": "2 + 3 = 5"},
+        {"pairs": {"inputs": [["2 + 3", "5"]]}},
+        answer_example=[{"score": 0.9, "label": "right"}],
+    ),
+    "POST /similarity": Row(
+        (tei.TeiSimilarityBody,),
+        (),
+        {"inputs": {"source_sentence": "2 + 3", "sentences": ["5", "7"]}},
+        answer_example=[0.9, 0.1],
+    ),
+    "GET /info": Row(answer_example={"model_id": "nano", "model_type": {"embedding": {"pooling": "mean"}}}),
     "GET /v1/trajectories": Row((), (trajectories.TrajectoryList,)),
     "POST /v1/trajectories/{trajectory_id}/reward": Row(
         (trajectories.TrajectoryRewardBody,),

@@ -7,7 +7,7 @@ Axes: N rows, L labels, D numbers of a row.
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from parallm.model.lora.single import single_lora
 from parallm.model.shared_model import SharedModel
 from parallm.model.task_head import Head, read_head
 from parallm.model.task_spec import adds_end_token, check_attention, read_task_spec
-from parallm.tasks.pairs import INSTRUCTION_PROMPT, encode_pair
+from parallm.tasks.pairs import INSTRUCTION_PROMPT, encode_pairs
 from parallm.tasks.passes import Passes
 from parallm.tasks.settings import TaskSettings
 from parallm.tasks.templates import FAMILIES, family_of
@@ -91,6 +91,8 @@ class Encoder:
         adapter = self._adapters.resolve(model)
         if self._fault is not None:
             raise Unavailable(self._fault)
+        if self._model.parallel is not None:
+            raise Unavailable("a base that is divided between devices makes no vectors; serve it on one device")
         spec = self._base if adapter is None or adapter.spec is None else adapter.spec
         if spec is None:
             raise Unavailable(self._refusal)
@@ -112,23 +114,23 @@ class Encoder:
         tokens, end = self._model.tokenizer.encode(text), self.end_token(spec)
         return tokens if end is None or tokens[-1:] == (end,) else (*tokens, end)
 
-    def encode_pair(
+    def encode_pairs(
         self,
         spec: TaskSpec,
         query: str,
-        document: str,
+        documents: Sequence[str],
         *,
         instruction: str | None = None,
         limit: int,
         document_limit: int | None = None,
         cuts: bool = False,
-    ) -> tuple[tuple[int, ...], int]:
-        """See `pairs.encode_pair`."""
-        return encode_pair(
+    ) -> list[tuple[tuple[int, ...], int]]:
+        """See `pairs.encode_pairs`."""
+        return encode_pairs(
             self._model.tokenizer,
             spec,
             query,
-            document,
+            documents,
             instruction=instruction,
             limit=limit,
             document_limit=document_limit,

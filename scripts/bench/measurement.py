@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from bench.processes import blas_name
+from parallm.distributed.launcher import devices
 
 DEFAULT_PEERS = Path("~/.cache/parallm/peers").expanduser()
 Figures = dict[str, float | None]
@@ -33,7 +34,8 @@ class Bar:
     max_figure: str | None = None
     """Name of the figure that holds `max`, where it depends on the model."""
     needs: str = ""
-    """The bar holds with these alone: model (and data), gpu, strict (MKL's strict mode), clones."""
+    """The bar holds with these alone: model (and data), gpu, gpus2 (or 4: as many GPUs), strict (MKL's strict mode),
+    clones."""
 
     def text(self) -> str:
         low = [f">= {self.min:g}"] if self.min is not None else []
@@ -143,7 +145,7 @@ def found_here(request: Request) -> frozenset[str]:
     if request.has_model:
         here.add("model")
     if has_gpu():
-        here.add("gpu")
+        here |= {"gpu", *(f"gpus{count}" for count in range(2, num_gpus() + 1))}
     return frozenset(here)
 
 
@@ -164,6 +166,10 @@ def has_gpu() -> bool:
     question = "import mlx.core as mx; print(mx.cuda.is_available())"
     done = subprocess.run([sys.executable, "-c", question], capture_output=True, text=True, check=False)
     return done.stdout.strip() == "True"
+
+
+def num_gpus() -> int:
+    return len(devices()) if has_gpu() else 0
 
 
 UNITS = (

@@ -9,12 +9,16 @@ from parallm.server.openapi import DOCUMENTS, openapi_document
 from parallm.server.operation.auth import ROLES
 
 Call = Callable[..., httpx.Response]
+TASK_PATHS = (
+    *("/v1/embeddings", "/embeddings", "/embed", "/predict", "/similarity", "/pooling", "/v1/pooling"),
+    *("/rerank", "/v1/rerank", "/v2/rerank", "/score", "/v1/score", "/classify", "/v1/classify", "/v1/classifications"),
+)
+"""Paths that need an encoder; see `test_tasks.py`."""
 NEED_AN_ANSWER = (
     "POST /v1/rewards",
     "POST /v1/rewards/score",
     "POST /v1/trajectories/{trajectory_id}/reward",
-    "POST /v1/embeddings",
-    "POST /embeddings",
+    *(f"POST {path}" for path in TASK_PATHS),
 )
 
 

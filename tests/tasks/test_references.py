@@ -55,9 +55,13 @@ def texts_of(tiny: Tiny, texts: Sequence[str]) -> list[Row]:
     return [tiny.encoder.encode_text(text, tiny.encoder.spec("base")) for text in texts]
 
 
+def pairs_of(tiny: Tiny) -> list[tuple[Row, int]]:
+    spec, pairs = tiny.encoder.spec("base"), tiny.reference["pairs"]
+    return [tiny.encoder.encode_pairs(spec, query, [text], limit=200)[0] for query, text in pairs]
+
+
 def score(tiny: Tiny, **fields: Any) -> np.ndarray:
-    spec = tiny.encoder.spec("base")
-    pairs = [tiny.encoder.encode_pair(spec, query, text, limit=200) for query, text in tiny.reference["pairs"]]
+    pairs = pairs_of(tiny)
     request = EncodeRequest(
         model="base", rows=tuple(row for row, _ in pairs), first_lengths=tuple(first for _, first in pairs), **fields
     )
@@ -144,8 +148,7 @@ def test_what_encoders_are_often_wrong_in_shows(
 def test_the_second_text_has_a_type_of_its_own(open_tiny: Open) -> None:
     """The control: as one text a pair has other logits."""
     tiny = open_tiny("bert_reranker")
-    spec = tiny.encoder.spec("base")
-    rows = [tiny.encoder.encode_pair(spec, query, text, limit=200)[0] for query, text in tiny.reference["pairs"]]
+    rows = [row for row, _ in pairs_of(tiny)]
     assert error(encode(tiny.encoder, rows, activates=False)[:, 0], tiny.reference["logits"]) > 1e-3
 
 
@@ -194,10 +197,7 @@ def test_the_query_of_a_rerank_is_computed_once(open_tiny: Open, monkeypatch: py
     monkeypatch.setattr(SharedModel, "hidden", counted)
     together = score(tiny)
     computed_once = sum(computed)
-    num_tokens = sum(
-        len(tiny.encoder.encode_pair(tiny.encoder.spec("base"), *pair, limit=200)[0])
-        for pair in tiny.reference["pairs"]
-    )
+    num_tokens = sum(len(row) for row, _ in pairs_of(tiny))
     assert computed_once < 0.8 * num_tokens
     assert error(together, tiny.reference["scores"]) <= MAX_ERROR
 
@@ -205,7 +205,7 @@ def test_the_query_of_a_rerank_is_computed_once(open_tiny: Open, monkeypatch: py
 def test_a_score_is_the_softmax_of_two_columns(open_tiny: Open) -> None:
     tiny = open_tiny("qwen3_reranker_untied", ASKS)
     spec = tiny.encoder.spec("base")
-    row, _ = tiny.encoder.encode_pair(spec, *tiny.reference["pairs"][0], limit=200)
+    row, _ = pairs_of(tiny)[0]
     logits_TV = tiny.model.base(mx.array([row]), cache=tiny.model.make_cache())[0, ...]
     both = np.array(mx.softmax(logits_TV[-1][mx.array(spec.answers)].astype(mx.float32)))
     assert encode(tiny.encoder, [row])[0, 0] == pytest.approx(both[0], abs=1e-6)

@@ -6,7 +6,7 @@ A change replaces one immutable `TableState` by another, so readers need no lock
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -260,6 +260,10 @@ class AdapterTable:
         if "@" in asked:
             return self._pinned(state, *asked.split("@", 1))
         raise UnknownModel(f"no model {model!r}; there are {self._names(state)}")
+
+    def keys(self) -> Collection[Key]:
+        """All versions in memory."""
+        return self._state.entries.keys()
 
     def holds(self, name: str, version: int) -> bool:
         """Whether this version is in memory."""

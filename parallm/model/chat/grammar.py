@@ -40,6 +40,9 @@ class CompiledGrammar:
     """A grammar, before the first token."""
 
     matcher: LLMatcher
+    source: GrammarSource
+    reasoning: bool | None
+    """`source` and `reasoning` of `GrammarCompiler.compile`, by which another process can compile the same."""
 
     def start(self) -> "GrammarMask":
         return GrammarMask(self.matcher.deep_copy())
@@ -94,7 +97,7 @@ class GrammarCompiler:
         if matcher.is_error():
             reason = " ".join(matcher.get_error().split())[:500]
             raise InvalidRequest(f"{source.parameter} cannot be enforced: {reason}", source.parameter)
-        return CompiledGrammar(matcher)
+        return CompiledGrammar(matcher, source, reasoning)
 
     def _lark(self, source: GrammarSource, reasoning: bool | None) -> str:
         match source.form:

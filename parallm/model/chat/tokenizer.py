@@ -5,6 +5,7 @@ Token ids that the model sampled are never re-tokenised: `reply_tokens` gives th
 
 import hashlib
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -81,11 +82,10 @@ class ChatTokenizer:
 
     def encode_filled(self, template: str, **texts: str) -> tuple[int, ...]:
         """Token ids of `template` with `{name}` replaced by each text. Control tokens in the texts are text."""
-        for name, text in texts.items():
-            before, field, after = template.partition(f"{{{name}}}")
-            # others may hold the name of a later field
-            template = before + self._controls.guarded(text) + after if field else before
-        return self.encode_more(template)
+        # in one pass: a text may hold the name of another field
+        fields = "|".join(map(re.escape, texts))
+        filled = re.sub(rf"\{{({fields})\}}", lambda match: self._controls.guarded(texts[match[1]]), template)
+        return self.encode_more(filled)
 
     @cached_property
     def pair_frame(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:

@@ -32,6 +32,11 @@ def lora_scaling(adapter: Adapter, model: SharedModel) -> LoraScaling:
         _check_range(adapter)
     if not adapter.is_dora:
         return LoraScaling(scales, {}, dtype, model.joined, shift)
+    if model.parallel is not None:
+        raise AdapterError(
+            f"{adapter.name}@{adapter.version} is DoRA, which needs the whole weights of a layer; set "
+            "distributed.tensor_parallel=1, or fuse it by parallm.export"
+        )
     layers = _layers(model.base)
     norms: dict[str, mx.array] = {}
     for target in adapter.targets:

@@ -102,6 +102,12 @@ class MergedLinear:
         self._x: mx.array | None = None  # the input that the outputs are of; nothing is kept when all are fetched
         self._outputs: dict[str, mx.array] = {}
 
+    @property
+    def num_inputs(self) -> int:
+        """Inputs that are computed here."""
+        columns: int = self._joined.weight.shape[1]
+        return columns * 32 // self._joined.bits if isinstance(self._joined, nn.QuantizedLinear) else columns
+
     def serves(self, lora: LoraBinding | None) -> bool:
         """Whether it can compute `lora`; else each layer computes its own."""
         if isinstance(lora, TrainingLora):

@@ -130,7 +130,7 @@ class LoraSelector:
         return _cached(self._singles, key, MAX_SINGLE, lambda: self._make_single(adapter))
 
     def _make_single(self, adapter: Adapter) -> SingleLora:
-        single = single_lora(adapter.arrays, lora_scaling(adapter, self._model))
+        single = single_lora(self._model.own_lora(adapter.arrays), lora_scaling(adapter, self._model))
         mx.eval(single.a_IR, single.b_RO, single.dora_scale_O)
         return single
 
@@ -176,7 +176,7 @@ class PackedLoraCache:
         return _cached(self._alone, version, MAX_ALONE, lambda: self._pack(adapter))
 
     def _pack(self, adapter: Adapter) -> PackedLora | None:
-        single = single_lora(adapter.arrays, lora_scaling(adapter, self._model))
+        single = single_lora(self._model.own_lora(adapter.arrays), lora_scaling(adapter, self._model))
         return pack_lora(single, self._model.groups, self._model.dtype)
 
     def _copied(self, adapters: Mapping[Key, Adapter]) -> PackedLora | None:

@@ -100,10 +100,12 @@ _ROUTES: Mapping[Role, Mapping[str, str]] = {
             /models /v1/models /v1/models/{name}
             /model_info /get_model_info /get_weight_version /weight_info /get_world_size /get_world_size/
             /health_generate /is_paused /metrics /v1/metrics /v1/queue /v1/queue/stats
-            /v1/adapters /v1/shares /v1/splits /v1/trajectories
+            /v1/adapters /v1/shares /v1/splits /v1/trajectories /info
         """,
         "POST": """
             /v1/chat/completions /v1/completions /v1/responses /v1/embeddings /embeddings
+            /rerank /v1/rerank /v2/rerank /score /v1/score /pooling /v1/pooling
+            /classify /v1/classify /v1/classifications /embed /predict /similarity
             /generate /generate/ //generate /inference/v1/generate /tokenize /detokenize
             /v1/requests/{request_id}/cancel
             /v1/rewards /v1/rewards/score /v1/trajectories/{trajectory_id}/reward

@@ -130,6 +130,16 @@ give(
     zero("live.ratings_lost", "live.trained_twice", "live.wrong_answers", "serve.wrong_states"),
 )
 give(
+    "workers_kills",
+    "robustness/test_worker_kills.py",
+    25,
+    {"workers.kills_survived": Bar(min=100), "workers.seconds_to_new_gang": Bar(max=10)},
+    {"workers.longest_seconds_to_new_gang": Bar(max=10)},
+    seconds_to_new_gang=max,
+    longest_seconds_to_new_gang=max,
+)
+give("workers_exact", "distributed/test_runs.py", 3, {"workers.exact_equal": Bar(min=1)}, exact_equal=min)
+give(
     "fuzz",
     "robustness/test_fuzz.py",
     12,

@@ -21,6 +21,7 @@ def shape_of(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: 
 
 
 SHAPES = {
+    "70b": shape_of(8192, 28672, 80, 64, 8, 128, 128256),
     "8b": shape_of(4096, 14336, 32, 32, 8, 128, 128256),
     "0.5b": shape_of(896, 4864, 24, 14, 2, 64, 151936),
     "25m": shape_of(512, 1408, 8, 8, 4, 64, 4096),
@@ -28,7 +29,7 @@ SHAPES = {
 }
 SHAPES |= {
     f"{name}-{bits}bit": SHAPES[name] | {"quantization": {"group_size": 64, "bits": bits}}
-    for name in ("8b", "tiny")
+    for name in ("70b", "8b", "tiny")
     for bits in (4, 8)
 }
 

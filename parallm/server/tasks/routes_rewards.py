@@ -11,13 +11,14 @@ from starlette.responses import Response
 
 from parallm.errors import InvalidRequest, Unavailable, UnknownModel
 from parallm.server.connection import json_response, received, while_connected
-from parallm.server.interfaces import Rate, RewardModels
+from parallm.server.interfaces import Rate
 from parallm.server.openai.chat_schemas import ChatMessage
 from parallm.server.openai.translate import to_turn
 from parallm.server.request_limits import check_items, check_text, check_texts, too_long
 from parallm.server.schemas import FIRST_FAULT, Wire, parse_body
 from parallm.server.service import Service
-from parallm.types import Message, ScoringRequest
+from parallm.server.tasks.texts import Chosen, Usage, choose
+from parallm.types import EncodeRequest, Message, ScoringRequest
 
 Text = Annotated[str, Field(min_length=1)]
 
@@ -31,7 +32,7 @@ Texts = Annotated[
 ]
 
 
-class ScoreBody(Wire):
+class RewardScoreBody(Wire):
     """Whole texts as `input`, or completions of a `prompt` or of `messages`; without completions the messages end with
     the assistant's, which is scored."""
 
@@ -43,25 +44,20 @@ class ScoreBody(Wire):
     completions: Texts | None = None
 
 
-class ScoreEntry(Wire):
+class RewardScoreEntry(Wire):
     index: int
     object: Literal["score"]
     score: float
 
 
-class ScoreUsage(Wire):
-    prompt_tokens: int
-    total_tokens: int
-
-
-class ScoreAnswer(Wire):
+class RewardScoreAnswer(Wire):
     object: Literal["list"]
     model: str
-    data: list[ScoreEntry]
-    usage: ScoreUsage
+    data: list[RewardScoreEntry]
+    usage: Usage
 
 
-def score_routes(service: Service) -> APIRouter:
+def reward_routes(service: Service) -> APIRouter:
     router = APIRouter()
 
     @router.post("/v1/rewards/score")
@@ -71,11 +67,13 @@ def score_routes(service: Service) -> APIRouter:
         scores = await while_connected(http.receive, _rated(rate, items))
         num_tokens = sum(len(item.prompt_tokens) + len(tokens) for item in items for tokens in item.completions)
         return json_response(
-            ScoreAnswer(
+            RewardScoreAnswer(
                 object="list",
                 model=name,
-                data=[ScoreEntry(index=index, object="score", score=number) for index, number in enumerate(scores)],
-                usage=ScoreUsage(prompt_tokens=num_tokens, total_tokens=num_tokens),
+                data=[
+                    RewardScoreEntry(index=index, object="score", score=number) for index, number in enumerate(scores)
+                ],
+                usage=Usage(prompt_tokens=num_tokens, total_tokens=num_tokens),
             )
         )
 
@@ -84,29 +82,53 @@ def score_routes(service: Service) -> APIRouter:
 
 def _parse(service: Service, text: bytes) -> tuple[str, Rate, list[ScoringRequest]]:
     """Return name, model and the tokens to score. Raises InvalidRequest, UnknownModel, Unavailable."""
-    body = parse_body(text, ScoreBody)
-    name, rate = _chosen(service.reward_models(), body.model)
+    body = parse_body(text, RewardScoreBody)
+    name, rate = _chosen(service, body.model)
     return name, rate, _items(service, body)
 
 
-def _chosen(models: RewardModels, name: str | None) -> tuple[str, Rate]:
-    if not models:
-        raise Unavailable(
-            "no reward model is loaded; load one with server.reward_model=FOLDER, or for rollouts with "
-            "rollout.reward_model.adapter=FOLDER"
-        )
-    if name is None and len(models) == 1:
-        return next(iter(models.items()))
-    if name is None or name not in models:
-        raise UnknownModel(f"no reward model {(name or '')[:100]!r}; there are {', '.join(models)}")
-    return name, models[name]
+def _chosen(service: Service, name: str | None) -> tuple[str, Rate]:
+    """Return a reward model of rollouts, or an adapter or base with a head for scores."""
+    models, adapters = service.reward_models(), _scoring_adapters(service)
+    if name is None:
+        names = [*models, *adapters]
+        if not names:
+            raise Unavailable(
+                "no reward model is loaded; load one with server.reward_model=FOLDER, or for rollouts with "
+                "rollout.reward_model.adapter=FOLDER"
+            )
+        if len(names) > 1:
+            raise UnknownModel(f"name a reward model; there are {', '.join(names)}")
+        name = names[0]
+    if name in models:
+        return name, models[name]
+    try:
+        chosen = choose(service, name, "score")
+    except (UnknownModel, Unavailable) as error:
+        there = ", ".join([*models, *adapters]) or "none"
+        raise UnknownModel(f"no reward model {name[:100]!r}; there are {there}") from error
+    if chosen.spec.template:
+        raise InvalidRequest(f"{name} scores a query with a document; ask /rerank or /score", "model")
+    return chosen.model, partial(_encoded, chosen)
+
+
+def _scoring_adapters(service: Service) -> list[str]:
+    return sorted({card.name for card in service.catalog() if card.task is not None and card.task.task == "score"})
+
+
+async def _encoded(chosen: Chosen, items: Sequence[ScoringRequest]) -> list[float]:
+    """Return logits: prompts that completions share are computed once."""
+    rows = tuple((*item.prompt_tokens, *tokens) for item in items for tokens in item.completions)
+    numbers_N1 = await chosen.encoder.encode(EncodeRequest(model=chosen.model, rows=rows, activates=False))
+    scores: list[float] = numbers_N1[:, 0].tolist()
+    return scores
 
 
 async def _rated(rate: Rate, items: Sequence[ScoringRequest]) -> list[float]:
     return await rate(items)
 
 
-def _items(service: Service, body: ScoreBody) -> list[ScoringRequest]:
+def _items(service: Service, body: RewardScoreBody) -> list[ScoringRequest]:
     """Return the texts as tokens. Raises InvalidRequest."""
     fields = [field for field in ("input", "prompt", "messages") if getattr(body, field) is not None]
     if len(fields) != 1:
@@ -153,7 +175,7 @@ def _plain(message: ChatMessage, index: int) -> Message:
     return Message(role=str(turn["role"]), content=str(turn["content"]))
 
 
-def _check_texts(service: Service, body: ScoreBody, name: str) -> None:
+def _check_texts(service: Service, body: RewardScoreBody, name: str) -> None:
     """Raise InvalidRequest for too many texts, or for one that cannot fit into the context."""
     texts = body.input or body.completions or ()
     if len(texts) > service.settings.max_completions:

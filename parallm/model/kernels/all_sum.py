@@ -1,0 +1,127 @@
+"""Sums of small arrays over the GPUs of one host, as one CUDA kernel that writes into the memory of the others.
+
+A decode step of a divided model has two sums a layer, of a few kilobytes each. NCCL takes tens of microseconds of the
+host for each, since MLX captures its launch into a graph of its own; this is a kernel as any other. Sums are float32 in
+the order of ranks, rounded once: all ranks have the same bits.
+"""
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from parallm.errors import ExchangeFailed
+from parallm.model.kernels.cuda import has_kernels, kernel
+
+THREADS = 256  # of a block
+BLOCKS = 1024
+"""Blocks of the largest sum: 128 rows of 8,192 numbers in 16 bits."""
+WORD_BYTES, HALF_BYTES = 16, 8
+HANDLE_BYTES = 64
+DTYPES = (mx.bfloat16, mx.float16, mx.float32)
+ENABLE_PEER_ACCESS = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerMemory:
+    """Memory of all ranks that this one can write into. It exists until the process ends."""
+
+    rank: int
+    size: int
+    addresses: mx.array
+    """The address of each rank's part, uint64 (ranks or more,)."""
+
+
+def fits(array: mx.array) -> bool:
+    """Whether `all_sum` can sum an array."""
+    size = array.nbytes
+    return array.dtype in DTYPES and size % HALF_BYTES == 0 and size <= BLOCKS * THREADS * HALF_BYTES
+
+
+def all_sum(array: mx.array, peers: PeerMemory) -> mx.array:
+    """The sum of the arrays of all ranks, in their type. All ranks call it in the same order."""
+    defines = (
+        ("T", array.dtype),
+        ("RANKS", peers.size),
+        ("RANK", peers.rank),
+        ("BLOCKS", BLOCKS),
+        ("THREADS", THREADS),
+    )
+    threads = array.nbytes // HALF_BYTES
+    sums: mx.array = kernel("all_sum", defines)(
+        [array, peers.addresses],
+        [array.size],
+        grid=(-(-threads // THREADS) * THREADS, 1, 1),
+        threadgroup=(THREADS, 1, 1),
+        output_shapes=[array.shape],
+        output_dtypes=[array.dtype],
+    )[0]
+    return sums
+
+
+def num_bytes(ranks: int) -> int:
+    """Size of a rank's part: the words, and the count of calls of each block."""
+    return 2 * ranks * BLOCKS * THREADS * WORD_BYTES + BLOCKS * 4
+
+
+def open_peer_memory(rank: int, size: int, gather: Callable[[bytes], Sequence[bytes]]) -> PeerMemory | None:
+    """Allocate this rank's part and open those of the others; None where the kernel does not run here.
+
+    `gather` returns the bytes that all ranks give, in the order of ranks. Device thread only. Raises ExchangeFailed if
+    the GPUs cannot reach each other.
+    """
+    if not has_kernels():
+        return None
+    mx.eval(mx.zeros(1))  # so that the device's context is that of MLX
+    driver = _Driver()
+    own = driver.allocate(num_bytes(size))
+    handles = gather(driver.handle(own))
+    addresses = [own if other == rank else driver.open(handle) for other, handle in enumerate(handles)]
+    gather(b"")  # nobody writes before all parts are zeros, and open
+    numbers = mx.array(addresses, mx.uint64)
+    mx.eval(numbers)
+    return PeerMemory(rank=rank, size=size, addresses=numbers)
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = (("reserved", ctypes.c_ubyte * HANDLE_BYTES),)
+
+
+class _Driver:
+    """The functions of CUDA's driver that share memory between processes."""
+
+    def __init__(self) -> None:
+        try:
+            self._library = ctypes.CDLL("libcuda.so.1")
+        except OSError as error:
+            raise ExchangeFailed(f"CUDA's driver cannot be loaded: {error}") from error
+        self._library.cuIpcOpenMemHandle_v2.argtypes = [ctypes.POINTER(ctypes.c_uint64), _Handle, ctypes.c_uint]
+        context = ctypes.c_void_p()
+        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), 0)
+        self._call("cuCtxSetCurrent", context)
+
+    def allocate(self, size: int) -> int:
+        """The address of new memory, which is zeros."""
+        address = ctypes.c_uint64()
+        self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(size))
+        self._call("cuMemsetD8_v2", address, ctypes.c_ubyte(0), ctypes.c_size_t(size))
+        self._call("cuCtxSynchronize")
+        return address.value
+
+    def handle(self, address: int) -> bytes:
+        """What another process opens the memory with."""
+        handle = _Handle()
+        self._call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(address))
+        return bytes(handle.reserved)
+
+    def open(self, handle: bytes) -> int:
+        """The address here of another process's memory."""
+        address = ctypes.c_uint64()
+        structure = _Handle.from_buffer_copy(handle)
+        self._call("cuIpcOpenMemHandle_v2", ctypes.byref(address), structure, ctypes.c_uint(ENABLE_PEER_ACCESS))
+        return address.value
+
+    def _call(self, name: str, *arguments: object) -> None:
+        if (code := self._library[name](*arguments)) != 0:
+            raise ExchangeFailed(f"{name} answers CUDA's error {code}")

@@ -1,0 +1,284 @@
+"""Several workers on the GPUs of a host: how their speed scales, what the exchange costs, and who waits for it."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import httpx
+import numpy as np
+
+from bench.compare import print_table
+from bench.measurement import Bar, Figures, Request, measurement, num_gpus
+from bench.processes import clean_environment, free_port, metrics, worker_command
+from parallm.distributed.launcher import devices
+
+SIZES = (2, 4, 8)
+STREAMS, STREAM_SECONDS = 8, 6.0
+LIMIT_SECONDS = 300.0
+WORDS = 384
+"""Size of the embedded model's vocabulary, so that every token of a stream has a text."""
+QUIET = ("trainer.evaluate_problems=0", "rollout.refill_rounds=0", "learner.learning_rate=1e-6", "name=bench")
+COLUMNS = {
+    "seconds/total": "step s",
+    "seconds/rollout": "sampling s",
+    "seconds/update": "update s",
+    "exchange/wait_seconds": "waits s",
+    "exchange/sum_seconds": "sum s",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A run on random weights."""
+
+    shape: str
+    rows: int
+    """Completions of a step, in groups of 8."""
+    tokens: int
+    """Length of a completion."""
+    steps: int
+    warm_up: int = 2
+    most_rows: int = 128
+    """Rows that decode together on one device."""
+
+    def overrides(self, rows: int) -> list[str]:
+        return [
+            *("environment=custom", "environment.target=bench.problems:Lottery", "rollout.group_size=8"),
+            *(f"rollout.problems_per_step={rows // 8}", f"rollout.max_tokens={self.tokens}", "checkpoint.every=1000"),
+            *(f"engine.max_rows={self.most_rows}", f"trainer.steps={self.warm_up + self.steps}", *QUIET),
+        ]
+
+
+@measurement(
+    {
+        **{f"workers.weak_{size}": Bar(min=0.97 if size == 2 else 0.95, needs=f"gpus{size}") for size in (2, 4)},
+        **{f"workers.8b.weak_{size}": Bar(min=0.97 if size == 2 else 0.95, needs=f"gpus{size}") for size in (2, 4)},
+        **{f"workers.strong_{size}": Bar(min=0.85, needs=f"gpus{size}") for size in (2, 4)},
+        "workers.exchange_fraction": Bar(max=0.01, needs="gpus2"),
+        "workers.8b.exchange_fraction": Bar(max=0.01, needs="gpus2"),
+    },
+    minutes=4,
+    needs="gpus2",
+    is_quick_anywhere=True,
+)
+def scaling(request: Request) -> Iterator[Figures]:
+    """Weak: samples/s per worker of 128 rows x 256 tokens each, over one worker's. Strong: samples/s of 512 rows x 512
+    on all, over as many times one worker's. Both single processes run beside each other, on a GPU each."""
+    weak = Job(shape="0.5b", rows=128, tokens=256, steps=6)
+    strong = Job(shape="0.5b", rows=512, tokens=512, steps=3)
+    large = Job(shape="8b", rows=128, tokens=256, steps=4)
+    if request.is_quick:
+        tiny = {"shape": "tiny", "steps": 2, "warm_up": 1}
+        weak, large = Job(rows=16, tokens=16, **tiny), Job(rows=16, tokens=16, **tiny)
+        strong = Job(rows=32, tokens=16, **tiny)
+    jobs = {"weak": weak, "8b.weak": large, "strong": strong}
+    wanted = {name: job for name, job in jobs.items() if request.wants(f"workers.{name}_2")}
+    ones = alone(wanted)
+    for name, rows in ones.items():
+        show(f"{name}, one worker", rows)
+    for size in [size for size in SIZES if size <= (num_gpus() or 2)]:
+        for name, job in wanted.items():
+            is_weak = name != "strong"
+            found = run(job, workers=size, rows=job.rows * size if is_weak else job.rows)
+            show(f"{name}, {size} workers", found)
+            figures: Figures = {f"workers.{name}_{size}": speedup(ones[name], found) * (1 if is_weak else 1 / size)}
+            if size == 2 and is_weak:
+                part = median(row["exchange/sum_seconds"] / row["seconds/total"] for row in found)
+                figures[f"workers.{name.removesuffix('weak')}exchange_fraction"] = part
+            yield figures
+
+
+def speedup(one: Sequence[dict[str, Any]], many: Sequence[dict[str, Any]]) -> float:
+    """Seconds of a step of one worker over those of a step of many."""
+    return median(row["seconds/total"] for row in one) / median(row["seconds/total"] for row in many)
+
+
+def alone(jobs: dict[str, Job]) -> dict[str, list[dict[str, Any]]]:
+    """Each job by one worker; as many at a time as there are GPUs, the longest first."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    waiting = sorted(jobs, key=lambda name: -jobs[name].rows * jobs[name].tokens)
+    lock = threading.Lock()
+
+    def work_through(device: str | None) -> None:
+        while True:
+            with lock:
+                if not waiting:
+                    return
+                name = waiting.pop(0)
+            found[name] = run(jobs[name], workers=1, rows=jobs[name].rows, device=device)
+
+    threads = [threading.Thread(target=work_through, args=(device,)) for device in devices() or [None]]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return {name: found[name] for name in jobs}
+
+
+def run(job: Job, *, workers: int, rows: int, device: str | None = None) -> list[dict[str, Any]]:
+    """The rows of metrics of a run after its warm-up. Raises RuntimeError with its last words if it fails."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        overrides = [*job.overrides(rows), "server=off", "metrics.display=off"]
+        with started(job.shape, folder, workers=workers, overrides=overrides, device=device) as process:
+            code = process.wait(LIMIT_SECONDS)
+        if code:
+            raise RuntimeError(f"{workers} workers ended with {code}:\n{(folder / 'output').read_text()[-3000:]}")
+        return metrics(folder / "run")[job.warm_up :]
+
+
+@contextmanager
+def started(
+    shape: str,
+    folder: Path,
+    *,
+    workers: int,
+    overrides: Sequence[str],
+    device: str | None = None,
+    vocabulary: int | None = None,
+    restarts: int = 0,
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A run in `folder`/run, killed if it has not ended by then."""
+    own = {"shape": shape, "vocabulary": vocabulary, "workers": workers, "restarts": restarts}
+    own |= {"overrides": list(overrides), "run": str(folder / "run")}
+    variables = clean_environment() | ({} if device is None else {"CUDA_VISIBLE_DEVICES": device})
+    with (folder / "output").open("wb") as output:
+        process = subprocess.Popen(worker_command("shared_run", own), env=variables, stdout=output, stderr=output)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def show(title: str, rows: Sequence[dict[str, Any]]) -> None:
+    columns = [name for name in COLUMNS if name in rows[0]]
+    print_table(
+        title, [tuple(COLUMNS[name] for name in columns), *(tuple(row[name] for name in columns) for row in rows)]
+    )
+
+
+@measurement(
+    {
+        "workers.streams_p99_ratio": Bar(max=1.05, needs="gpus2"),
+        "workers.streams_p50_ratio": Bar(),
+        "workers.streams_p99_ms": Bar(),
+        "workers.seconds_to_new_gang_gpu": Bar(max=10, needs="gpus2"),
+        "workers.seconds_to_next_version_gpu": Bar(),
+    },
+    minutes=1.5,
+    needs="gpus2",
+    is_quick_anywhere=True,
+)
+def waiting(request: Request) -> Figures:
+    """Time between tokens of 8 streams while their worker's step waits for a stopped peer, over that while training is
+    paused, measured before and after. Then the peer is killed: seconds to the next gang's processes and version."""
+    job = Job(shape="tiny" if request.is_quick else "0.5b", rows=32, tokens=64, steps=100_000)
+    seconds = request.size(int(STREAM_SECONDS), 2)
+    with tempfile.TemporaryDirectory() as name:
+        folder, port = Path(name), free_port()
+        overrides = [*job.overrides(job.rows), f"server.port={port}", "metrics.display=off", "server.state=off"]
+        with (
+            started(job.shape, folder, workers=2, overrides=overrides, vocabulary=WORDS, restarts=1) as process,
+            httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=60) as client,
+        ):
+            watch = Watch(folder, process)
+            watch.wait_for_version(2)
+            client.post("/v1/training/pause").raise_for_status()
+            time.sleep(1)
+            gaps(client, seconds / 2)  # the engine compiles its steps
+            before = gaps(client, seconds)
+            client.post("/v1/training/resume").raise_for_status()
+            watch.wait_for_version(watch.newest() + 2)
+            peer = watch.process_of(1)
+            os.kill(peer, signal.SIGSTOP)
+            time.sleep(seconds / 2)  # the step ends its own part
+            during = gaps(client, seconds)
+            os.kill(peer, signal.SIGCONT)
+            client.post("/v1/training/pause").raise_for_status()
+            time.sleep(1)
+            after = gaps(client, seconds)
+            client.post("/v1/training/resume").raise_for_status()
+            watch.wait_for_version(watch.newest() + 1)
+            killed, newest = time.time(), watch.newest()
+            os.kill(peer, signal.SIGKILL)
+            watch.wait_for_version(newest + 1)
+            next_version = time.time() - killed
+            process.send_signal(signal.SIGTERM)
+            process.wait(LIMIT_SECONDS)
+        began = [json.loads(line)["began"] for line in (folder / "run/ranks/gangs.jsonl").read_text().splitlines()]
+    quiet = np.concatenate([before, after])
+    cut = {part: (np.percentile(during, part), np.percentile(quiet, part)) for part in (50, 99)}
+    rows = [
+        (name, len(one), *(1000 * np.percentile(one, part) for part in (50, 90, 99, 100)))
+        for name, one in (("paused", before), ("a step waits", during), ("paused again", after))
+    ]
+    print_table("Milliseconds between tokens of 8 streams", [("", "gaps", "p50", "p90", "p99", "longest"), *rows])
+    return {
+        "workers.streams_p99_ratio": float(cut[99][0] / cut[99][1]),
+        "workers.streams_p50_ratio": float(cut[50][0] / cut[50][1]),
+        "workers.streams_p99_ms": float(1000 * cut[99][0]),
+        "workers.seconds_to_new_gang_gpu": min(one for one in began if one > killed) - killed,
+        "workers.seconds_to_next_version_gpu": next_version,
+    }
+
+
+class Watch:
+    """What a run tells in its folder."""
+
+    def __init__(self, folder: Path, process: subprocess.Popen[bytes]) -> None:
+        self._folder, self._process = folder, process
+
+    def newest(self) -> int:
+        log = self._folder / "run" / "run.log"
+        found = re.findall(r"all workers hold version (\d+)", log.read_text()) if log.exists() else []
+        return int(found[-1]) if found else -1
+
+    def wait_for_version(self, version: int) -> None:
+        deadline = time.monotonic() + LIMIT_SECONDS
+        while self.newest() < version:
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"no version {version}:\n{(self._folder / 'output').read_text()[-3000:]}")
+            time.sleep(0.02)
+
+    def process_of(self, rank: int) -> int:
+        status = json.loads((self._folder / "run" / "ranks" / str(rank) / "worker.json").read_text())
+        return int(status["process"])
+
+
+def gaps(client: httpx.Client, seconds: float) -> np.ndarray:
+    """Seconds between events of 8 streams."""
+    found: list[list[float]] = [[] for _ in range(STREAMS)]
+
+    def stream(place: int) -> None:
+        body = {"model": "base", "prompt": f"{place} + 3 =", "max_tokens": 1000, "stream": True, "ignore_eos": True}
+        ends = time.perf_counter() + seconds
+        while time.perf_counter() < ends:
+            with client.stream("POST", "/v1/completions", json=body | {"seed": place}) as answer:
+                last = None
+                for line in answer.iter_lines():
+                    if line.startswith("data: {"):
+                        now = time.perf_counter()
+                        if last is not None:
+                            found[place].append(now - last)
+                        last = now
+                        if now > ends:
+                            break
+
+    threads = [threading.Thread(target=stream, args=(place,)) for place in range(STREAMS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return np.concatenate([np.array(one) for one in found])

@@ -1,0 +1,45 @@
+"""A run of `parallm.train` of several workers on random weights of a shape, each on a GPU or a share of the cores.
+
+The first process starts the workers, which run this module, too.
+"""
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from parallm.config.schema import RunConfig
+from parallm.device.blas import BlasReport
+from parallm.distributed.gang import Interrupts, run_gangs
+from parallm.distributed.identity import identity_of
+from parallm.distributed.launcher import Host
+from parallm.distributed.settings import DistributedSettings
+from parallm.run.command import run_command
+
+
+def main(*, shape: str, vocabulary: int | None, workers: int, restarts: int, overrides: list[str], run: str) -> Any:
+    """`vocabulary` replaces that of the shape. `run` is the folder of the run."""
+    settings = DistributedSettings(engine="mlx", workers=workers, restarts=restarts)
+    if workers > 1 and identity_of() is None:
+        with tempfile.TemporaryDirectory() as temporary, (interrupts := Interrupts()).counted():
+            host = Host(settings, ["-m", "bench.worker", *sys.argv[1:3]], Path(temporary) / "hosts.json")
+            sys.exit(run_gangs(host, settings, Path(run), resume="never", interrupts=interrupts))
+
+    def train(config: RunConfig, folder: Path, blas: BlasReport, **more: Any) -> int:
+        import mlx.core as mx  # noqa: PLC0415  # not at the top: the command loads the BLAS before MLX
+
+        from bench.workers.loads import SHAPES  # noqa: PLC0415
+        from bench.workers.random_model import random_model  # noqa: PLC0415
+        from parallm.run import runtime  # noqa: PLC0415
+        from parallm.run.train import run_training  # noqa: PLC0415
+
+        def load(_: object) -> object:
+            mx.random.seed(0)  # every worker has the same base
+            return random_model(SHAPES[shape] | ({"vocab_size": vocabulary} if vocabulary else {}))
+
+        runtime.load_shared_model = load  # type: ignore[assignment]
+        return run_training(config, folder, blas, **more)
+
+    own = [f"distributed.workers={workers}", "distributed=mlx"] if workers > 1 else []
+    sys.argv[1:] = [*overrides, *own, f"hydra.run.dir={run}", *sys.argv[3:]]  # a restart adds its own
+    sys.exit(run_command("train", train))

@@ -1,0 +1,198 @@
+"""A base that is divided between processes: the numbers of the whole one, over TCP rings, and a server of it."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from mlx_lm.convert import convert
+
+from parallm.model.load import load_shared_model
+from parallm.model.settings import ModelSettings
+from tests import conftest
+from tests.distributed.conftest import ROOT, free_ports
+from tests.distributed.rank_logits import logits_of, weights_of
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+WIDE = {"intermediate_size": 128}
+"""So that the groups of four-bit weights, too, divide by two."""
+LIMIT_SECONDS = 120
+EXCHANGE_FAILED = 75
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
+    """Small models with random weights, and `-4`, one in four bits."""
+    made = {}
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ARCHITECTURES:
+            patch.setitem(conftest.ARCHITECTURES, name, conftest.ARCHITECTURES[name] | WIDE)
+            made[name] = tmp_path_factory.mktemp(name)
+            conftest.write_model(made[name], name)
+    made["llama-4"] = tmp_path_factory.mktemp("llama-4") / "model"
+    convert(str(made["llama"]), str(made["llama-4"]), quantize=True, q_bits=4, q_group_size=32)
+    return made
+
+
+def ring(folder: Path, size: int) -> list[dict[str, str]]:
+    """The environment of each rank."""
+    ports, hosts = free_ports(size), folder / "hosts.json"
+    hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in ports]))
+    usual = os.environ | {"PYTHONPATH": str(ROOT), "MLX_HOSTFILE": str(hosts)}
+    return [usual | {"MLX_RANK": str(rank)} for rank in range(size)]
+
+
+def test_logits_of_two_ranks_are_those_of_one(folders: Mapping[str, Path], tmp_path: Path) -> None:
+    cases = [f"{folders[name]}:auto" for name in ARCHITECTURES] + [f"{folders['llama-4']}:packed"]
+    output = tmp_path / "logits.npz"
+    command = [sys.executable, "-m", "tests.distributed.rank_logits", str(output), *cases]
+    ranks = [subprocess.Popen(command, env=environment) for environment in ring(tmp_path, 2)]
+    try:
+        assert [rank.wait(LIMIT_SECONDS) for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    divided = np.load(output)
+    for case in cases:
+        path, quantized = case.split(":")
+        whole = load_shared_model(ModelSettings(path=path, quantized=quantized))  # type: ignore[arg-type]
+        logits = logits_of(whole)
+        for name, expected in logits.items():
+            np.testing.assert_allclose(divided[f"{case} {name}"], expected, atol=4e-5)
+        assert np.abs(logits["lora"] - logits["base"]).max() > 1  # what a wrong part of an adapter would change
+        assert str(divided[f"{case} sha256"]) == whole.sha256
+        assert int(divided[f"{case} bytes"]) * 2 == sum(layer.nbytes for layer in weights_of(whole))
+
+
+class Divided:
+    """`python -m parallm.serve distributed.tensor_parallel=2` on a free port."""
+
+    def __init__(self, folder: Path, *keys: str) -> None:
+        self.folder = folder
+        self.url = f"http://127.0.0.1:{free_ports(1)[0]}"
+        self._log = (folder / "log.txt").open("w+")
+        port = self.url.rpartition(":")[2]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "parallm.serve", f"server.port={port}", *keys],
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            cwd=folder,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+        )
+
+    def wait_until_ready(self) -> None:
+        end = time.monotonic() + LIMIT_SECONDS
+        while time.monotonic() < end:
+            assert self.process.poll() is None, self.log
+            with suppress(httpx.TransportError):
+                if httpx.get(f"{self.url}/health").status_code == 200:
+                    return
+            time.sleep(0.1)
+        raise AssertionError(self.log)
+
+    def complete(self, **body: Any) -> dict[str, Any]:
+        answer = httpx.post(f"{self.url}/v1/completions", json=body, timeout=60)
+        result: dict[str, Any] = answer.json()
+        return result
+
+    def rank(self, number: int) -> int:
+        """The process of a rank."""
+        status = json.loads((self.folder / "checkpoints" / "serve" / "ranks" / str(number) / "worker.json").read_text())
+        return int(status["process"])
+
+    @property
+    def log(self) -> str:
+        self._log.seek(0)
+        return self._log.read()
+
+    def end(self) -> None:
+        self.process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(10)
+        self.process.kill()
+        self._log.close()
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Callable[..., Divided]]:
+    made: list[Divided] = []
+
+    def start(name: str, *keys: str) -> Divided:
+        (tmp_path / name).mkdir()
+        made.append(Divided(tmp_path / name, *keys))
+        return made[-1]
+
+    yield start
+    for one in made:
+        one.end()
+
+
+def greedy(place: int, **more: Any) -> dict[str, Any]:
+    prompt = f"Anna has {place} apples and {place + 3} pears"
+    return {"model": "base", "prompt": prompt, "max_tokens": 6 + place, "temperature": 0, "logprobs": 0} | more
+
+
+def test_a_divided_server_answers_as_a_whole_one_and_ends_well(
+    serve: Callable[..., Divided], folders: Mapping[str, Path]
+) -> None:
+    one = serve("one", f"model.path={folders['llama']}")
+    two = serve("two", f"model.path={folders['llama']}", "distributed.tensor_parallel=2")
+    answers = []
+    for server in (one, two):
+        server.wait_until_ready()
+        with ThreadPoolExecutor(8) as pool:
+            answers.append(list(pool.map(lambda place: server.complete(**greedy(place)), range(8))))  # noqa: B023
+    for ours, theirs in zip(*answers, strict=True):
+        assert ours["choices"][0]["text"] == theirs["choices"][0]["text"]
+        one_T, two_T = (answer["choices"][0]["logprobs"]["token_logprobs"] for answer in (ours, theirs))
+        np.testing.assert_allclose(two_T, one_T, atol=1e-4)
+    refused = httpx.post(f"{two.url}/v1/embeddings", json={"model": "base", "input": "pears"})
+    assert refused.status_code >= 400
+    assert "divided between devices" in refused.text
+    two.process.send_signal(signal.SIGTERM)
+    assert two.process.wait(LIMIT_SECONDS) == 0, two.log
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_killed_rank_ends_the_server_with_a_reason(
+    serve: Callable[..., Divided], folders: Mapping[str, Path], killed: int
+) -> None:
+    server = serve("two", f"model.path={folders['llama']}", "distributed.tensor_parallel=2")
+    server.wait_until_ready()
+    answers: list[Any] = []
+
+    def ask() -> None:
+        with suppress(httpx.TransportError):
+            answers.append(server.complete(**greedy(0, max_tokens=400, ignore_eos=True)))
+
+    client = threading.Thread(target=ask)
+    client.start()
+    time.sleep(0.3)
+    os.kill(server.rank(killed), signal.SIGKILL)
+    began = time.monotonic()
+    assert server.process.wait(LIMIT_SECONDS) == 128 + signal.SIGKILL, server.log
+    assert time.monotonic() - began < 20
+    client.join()
+    assert re.search(rf"rank {killed} is gone: its connection has ended", server.log)
+    if killed == 1 and answers:
+        assert "rank 1 is gone" in json.dumps(answers[0])
+
+
+def test_a_base_that_cannot_be_divided_is_refused_before_anything_is_served(
+    serve: Callable[..., Divided], folders: Mapping[str, Path]
+) -> None:
+    server = serve("three", f"model.path={folders['llama']}", "distributed.tensor_parallel=3")
+    assert server.process.wait(LIMIT_SECONDS) == 1, server.log
+    assert "num_attention_heads is 4, which distributed.tensor_parallel=3 does not divide" in server.log
