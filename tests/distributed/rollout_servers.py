@@ -20,13 +20,14 @@ KEYS = (
 )
 CLOCK = ("seconds/", "engines/", "rollout/tokens_per_second", "serving/", "update/device_seconds")
 """Columns that no two runs have in common."""
-LIMIT_SECONDS = 400.0
+LIMIT_SECONDS = 90.0
 
 
-def server(folder: Path, program: str = "parallm.serve", model: str = "nano") -> Server:
+def server(folder: Path, program: str = "parallm.serve", model: str = "nano", keys: Sequence[str] = ()) -> Server:
     """A server of its own folder that is not started."""
     folder.mkdir(parents=True, exist_ok=True)
-    return Server(program, [f"model={model}" if model == "nano" else f"model.path={model}", "server.state=off"], folder)
+    chosen = "model=nano" if model == "nano" else f"model.path={model}"
+    return Server(program, [chosen, "server.state=off", *keys], folder)
 
 
 class Trainer:
@@ -34,16 +35,21 @@ class Trainer:
 
     def __init__(self, folder: Path, *keys: str, urls: Sequence[str] = (), program: str = "") -> None:
         """`program`: a file in place of the module."""
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder / "run"
         engines = [f"rollout.engines=[{','.join(urls)}]"] if urls else []
         start = [program] if program else ["-m", "parallm.train"]
+        self._command = [sys.executable, *start, *KEYS, *keys, *engines, f"hydra.run.dir={self.folder}"]
         self._output = folder / "output.txt"
-        with self._output.open("w") as output:
+        self.start()
+
+    def start(self, *keys: str) -> None:
+        """Start the command, with further keys."""
+        with self._output.open("a") as output:
             self.process = subprocess.Popen(
-                [sys.executable, *start, *KEYS, *keys, *engines, f"hydra.run.dir={self.folder}"],
+                [*self._command, *keys],
                 env=clean_environment() | {"OMP_NUM_THREADS": "1"},
-                cwd=folder,
+                cwd=self.folder.parent,
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )

@@ -69,7 +69,7 @@ def test_servers_that_come_and_go_cost_no_step_and_no_wrong_token(tmp_path: Path
     record_property("replicas.steps_lost", num_lost)
     record_property("replicas.wrong_version_tokens", num_wrong)
     seconds_of = [median(row["seconds/rollout"] for row in rows[1:]) for rows in (whole, calm)]
-    record_property("replicas.sampling_speedup", seconds_of[0] / seconds_of[1])
+    record_property("replicas.cpu_sampling_speedup", seconds_of[0] / seconds_of[1])
     assert differing_steps(calm, whole) == []
     assert (num_lost, num_wrong) == (0, 0)
     assert churn.num_kills

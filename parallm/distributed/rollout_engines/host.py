@@ -6,6 +6,7 @@ the numbers come again for other weights: so all versions of the policy, and all
 
 import asyncio
 import io
+import logging
 import time
 import uuid
 from collections.abc import Mapping
@@ -22,6 +23,8 @@ from parallm.model.adapters.transfer import from_bytes
 from parallm.model.shared_model import SharedModel
 from parallm.server.control.replica_schemas import API, JoinAnswer, JoinBody, ReceivedVersion
 from parallm.types import BASE, EngineStats
+
+logger = logging.getLogger(__name__)
 
 LEASE_SECONDS = 10.0
 """Time after its last sign of life for which a trainer keeps its policy's name against others."""
@@ -162,6 +165,7 @@ class ReplicaHost:
         await self._engine.reset_caches()
         claim = Claim(session=trainer.session, owner=trainer.owner, policy=policy, seen=time.monotonic())
         self._claims[policy] = claim
+        logger.info("samples %s for %s", policy, claim.owner)
         return claim
 
     def _claim_of(self, session: str) -> Claim:
