@@ -179,7 +179,7 @@ def learning_found(mode: dict[str, Any]) -> dict[str, Any]:
     """What a worker finds where each mode of learning is `mode`."""
     shown = ALONE | {"updates_per_minute": 10.0, "update_seconds": [0.6]} | mode
     parts = {"8b.ragged": UPDATE, "8b.equal": UPDATE, "0.5b.ragged": UPDATE, "0.5b.equal": UPDATE}
-    parts |= {"0.5b.rectangles": UPDATE, "8b-4bit.short": PACKED, "8b-8bit.short": PACKED}
+    parts |= {"0.5b.rectangles": UPDATE, "8b-4bit.half": PACKED, "8b-8bit.short": PACKED}
     parts |= {"8b.publish": {"publish": [0.1] * 9, "failed": 0}, "8b.memory": {"shared": 20, "two_copies": 36}}
     return {**parts, "8b.streams": {"alone": ALONE} | dict.fromkeys(LEARNING_MODES, shown)}
 
@@ -200,8 +200,8 @@ def test_learning_that_costs_streams_nothing_is_within_its_bars_and_the_controls
     ("changed", "missed"),
     [
         ({"8b.ragged": UPDATE | {"seconds": [1.3, 1.3]}}, {"gpu.update.ragged_vs_equal"}),
-        ({"8b-4bit.short": PACKED | {"seconds": [1.5]}}, {"quantized.gpu.4bit.update_vs_full"}),
-        ({"8b-4bit.short": PACKED | {"peak_gb": 31}}, {"quantized.gpu.4bit.peak_vs_full"}),
+        ({"8b-4bit.half": PACKED | {"seconds": [1.5]}}, {"quantized.gpu.4bit.update_vs_full"}),
+        ({"8b-4bit.half": PACKED | {"peak_gb": 31}}, {"quantized.gpu.4bit.peak_vs_full"}),
         ({"8b.publish": {"publish": [0.1] * 50 + [9.0] * 2, "failed": 1}}, {"serving.gpu.publish_p99_ms"}),
     ],
 )

@@ -19,16 +19,19 @@ import numpy as np
 import pytest
 from mlx_lm.convert import convert
 
+from parallm.model.adapters.files import write_peft
 from parallm.model.load import load_shared_model
 from parallm.model.settings import ModelSettings
 from tests import conftest
 from tests.distributed.conftest import ROOT, free_ports
-from tests.distributed.rank_logits import logits_of, weights_of
+from tests.distributed.rank_logits import adapter_of, logits_of, weights_of
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 WIDE = {"intermediate_size": 128}
 """So that the groups of four-bit weights, too, divide by two."""
 LIMIT_SECONDS = 120
+LITTLE = 16 * 96 * 512
+"""Bytes of keys and values for a part of the requests that come at once."""
 EXCHANGE_FAILED = 75
 
 
@@ -140,20 +143,36 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., Divided]]:
 
 
 def greedy(place: int, **more: Any) -> dict[str, Any]:
-    prompt = f"Anna has {place} apples and {place + 3} pears"
-    return {"model": "base", "prompt": prompt, "max_tokens": 6 + place, "temperature": 0, "logprobs": 0} | more
+    """Two prompts, each with the base and the adapter, of 60 tokens and up to 120 sampled ones."""
+    prompt = f"Anna has {place // 2 % 2} apples and pears. " * 5
+    model = ("base", "policy")[place % 2]
+    return {"model": model, "prompt": prompt, "max_tokens": 60 + 5 * place, "temperature": 0, "logprobs": 0} | more
+
+
+def figure(metrics: str, name: str) -> float:
+    """A figure of /metrics."""
+    found = re.search(rf"^{name}(?:{{.*}})? (\S+)$", metrics, re.MULTILINE)
+    assert found is not None, metrics
+    return float(found[1])
 
 
 def test_a_divided_server_answers_as_a_whole_one_and_ends_well(
     serve: Callable[..., Divided], folders: Mapping[str, Path]
 ) -> None:
-    one = serve("one", f"model.path={folders['llama']}")
-    two = serve("two", f"model.path={folders['llama']}", "distributed.tensor_parallel=2")
+    whole = load_shared_model(ModelSettings(path=str(folders["llama"])))
+    write_peft(adapter_of(whole, 1), folders["llama"] / "adapter", base_name="llama", model_type="llama")
+    keys = (f"model.path={folders['llama']}", f"model.adapter={folders['llama'] / 'adapter'}", "engine.max_context=512")
+    one = serve("one", *keys, f"engine.kv_cache_bytes={LITTLE}")
+    two = serve("two", *keys, f"engine.kv_cache_bytes={LITTLE // 2}", "distributed.tensor_parallel=2")
     answers = []
     for server in (one, two):
         server.wait_until_ready()
-        with ThreadPoolExecutor(8) as pool:
-            answers.append(list(pool.map(lambda place: server.complete(**greedy(place)), range(8))))  # noqa: B023
+        with ThreadPoolExecutor(12) as pool:
+            answers.append(list(pool.map(lambda place: server.complete(**greedy(place)), range(12))))  # noqa: B023
+        metrics = httpx.get(f"{server.url}/metrics").text
+        assert figure(metrics, "vllm:num_preemptions_total") > 0, metrics
+        assert figure(metrics, "vllm:prefix_cache_hits_total") > 0, metrics
+    assert answers[0][0]["choices"][0]["text"] != answers[0][1]["choices"][0]["text"]
     for ours, theirs in zip(*answers, strict=True):
         assert ours["choices"][0]["text"] == theirs["choices"][0]["text"]
         one_T, two_T = (answer["choices"][0]["logprobs"]["token_logprobs"] for answer in (ours, theirs))

@@ -21,10 +21,12 @@ from parallm.model.adapters.adapter import Adapter
 from parallm.model.adapters.table import AdapterTable
 from parallm.model.chat.tokenizer import ChatTokenizer
 from parallm.model.kernels import cuda
+from parallm.model.kernels.all_sum import PeerMemory
 from parallm.model.kernels.compiler import Defines, Specialization
 from parallm.model.load import NANO, share_model
 from parallm.model.settings import ModelSettings
 from parallm.model.shared_model import SharedModel
+from parallm.model.tensor_parallel import Ranks
 from parallm.types import GenerationRequest
 from tests.engine.conftest import step
 
@@ -101,6 +103,31 @@ def test_an_engine_launches_what_is_listed(
     }
     assert [kernel for kernel in launched if kernel not in listed] == []
     assert len(launched) > 15, "a list of a few kernels would not do"
+
+
+def test_a_divided_engine_sums_by_a_kernel_and_adds_with_the_norm(
+    launched: dict[Specialization, None],
+    make_engine: Callable[..., Engine],
+    random_adapter: Callable[..., Adapter],
+    ask: Callable[..., GenerationRequest],
+) -> None:
+    peers = PeerMemory(rank=0, size=2, addresses=mx.zeros(4, mx.uint64))
+    ranks = Ranks(group=mx.distributed.init(), peers=peers)
+    tokenizer = ChatTokenizer(load_tokenizer(NANO))
+    divided = share_model(Model(ModelArgs.from_dict(SHAPE)), SHAPE, tokenizer, ModelSettings(), ranks=ranks)
+    launched.clear()
+    listed = engine_kernels(divided, random_adapter(divided, 1, rank=8), EngineSettings())
+    table = AdapterTable()
+    table.publish(random_adapter(divided, 1, rank=8))
+    engine = make_engine(divided, table=table)
+    assert isinstance(engine.memory, PagedMemory)
+    for rows in (1, 30):
+        for row in range(rows):
+            engine.add(ask(f"{rows}-{row}", [1, 2, 3], 4, model=("base", "policy")[row % 2]), False)
+        while step(engine):
+            pass
+    assert [kernel for kernel in launched if kernel not in listed] == []
+    assert {"all_sum", "add_norm", "page_write", "expand"} <= {name for name, _ in launched}
 
 
 @pytest.mark.parametrize("is_prepared", [True, False])

@@ -13,6 +13,7 @@ from mlx_lm.utils import load_model
 
 from parallm.errors import ModelError
 from parallm.model import quantized
+from parallm.model.kernels import unpack
 from parallm.model.load import NANO, load_shared_model
 from parallm.model.quantized import UnpackingLinear, unpacked_bytes
 from parallm.model.settings import LoraSettings, ModelSettings
@@ -85,7 +86,7 @@ def test_cuda_unpacks_weights_for_products_of_many_rows(
     layer = load(tiny_quantized("llama", bits=4), "packed").base.layers[0].mlp.up_proj.linear
     monkeypatch.setattr(quantized, "on_cuda", lambda: True)
     for rows, times in ((quantized.MANY_ROWS - 1, 0), (quantized.MANY_ROWS, 2)):
-        unpacked = Mock(side_effect=quantized.unpacked)
+        unpacked = Mock(side_effect=unpack.unpacked)
         monkeypatch.setattr(quantized, "unpacked", unpacked)
         x = mx.random.normal((1, rows, layer.weight.shape[1] * 8))
         found, expected = (

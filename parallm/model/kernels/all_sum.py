@@ -6,13 +6,15 @@ the order of ranks, rounded once: all ranks have the same bits.
 """
 
 import ctypes
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
 
-from parallm.errors import ExchangeFailed
-from parallm.model.kernels.cuda import has_kernels, kernel
+from parallm.model.kernels.cuda import MIN_ON_DEVICE, has_kernels, kernel
+
+logger = logging.getLogger(__name__)
 
 THREADS = 256  # of a block
 BLOCKS = 1024
@@ -66,22 +68,39 @@ def num_bytes(ranks: int) -> int:
 
 
 def open_peer_memory(rank: int, size: int, gather: Callable[[bytes], Sequence[bytes]]) -> PeerMemory | None:
-    """Allocate this rank's part and open those of the others; None where the kernel does not run here.
+    """Allocate this rank's part and open those of the others; None, after a warning, if one of the GPUs cannot.
 
-    `gather` returns the bytes that all ranks give, in the order of ranks. Device thread only. Raises ExchangeFailed if
-    the GPUs cannot reach each other.
+    `gather` returns the bytes that all ranks give, in the order of ranks. Device thread only.
     """
-    if not has_kernels():
+    addresses: list[int] = []
+    try:
+        mx.eval(mx.zeros(1))  # so that the device's context is that of MLX
+        driver = _Driver()
+        own = driver.allocate(num_bytes(size))
+        handle = driver.handle(own) if has_kernels() else b""
+    except PeerError as error:
+        handle = _warned(error)
+    handles = gather(handle)
+    try:
+        if all(handles):
+            addresses = [own if other == rank else driver.open(one) for other, one in enumerate(handles)]
+    except PeerError as error:
+        _warned(error)
+    # nobody writes before all parts are zeros, and open
+    if not all(gather(b"open" if addresses else b"")):
         return None
-    mx.eval(mx.zeros(1))  # so that the device's context is that of MLX
-    driver = _Driver()
-    own = driver.allocate(num_bytes(size))
-    handles = gather(driver.handle(own))
-    addresses = [own if other == rank else driver.open(handle) for other, handle in enumerate(handles)]
-    gather(b"")  # nobody writes before all parts are zeros, and open
-    numbers = mx.array(addresses, mx.uint64)
+    numbers = mx.array(addresses + [0] * (MIN_ON_DEVICE - size), mx.uint64)
     mx.eval(numbers)
     return PeerMemory(rank=rank, size=size, addresses=numbers)
+
+
+class PeerError(Exception):
+    """Memory that the GPUs of this host cannot share."""
+
+
+def _warned(error: PeerError) -> bytes:
+    logger.warning("sums between GPUs go through NCCL, which takes longer: %s", error)
+    return b""
 
 
 class _Handle(ctypes.Structure):
@@ -95,7 +114,7 @@ class _Driver:
         try:
             self._library = ctypes.CDLL("libcuda.so.1")
         except OSError as error:
-            raise ExchangeFailed(f"CUDA's driver cannot be loaded: {error}") from error
+            raise PeerError(f"CUDA's driver cannot be loaded: {error}") from error
         self._library.cuIpcOpenMemHandle_v2.argtypes = [ctypes.POINTER(ctypes.c_uint64), _Handle, ctypes.c_uint]
         context = ctypes.c_void_p()
         self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), 0)
@@ -124,4 +143,4 @@ class _Driver:
 
     def _call(self, name: str, *arguments: object) -> None:
         if (code := self._library[name](*arguments)) != 0:
-            raise ExchangeFailed(f"{name} answers CUDA's error {code}")
+            raise PeerError(f"{name} answers CUDA's error {code}")

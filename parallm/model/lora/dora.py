@@ -13,9 +13,9 @@ import mlx.nn as nn
 
 from parallm.errors import AdapterError
 from parallm.model.adapters.adapter import Adapter
+from parallm.model.kernels.unpack import unpacked
 from parallm.model.lora.linear import LoraLinear
 from parallm.model.lora.single import LoraScaling
-from parallm.model.quantized import unpacked
 from parallm.model.shared_model import SharedModel
 
 FLOAT16_SHIFT = 64.0

@@ -6,7 +6,7 @@ from typing import Any
 
 from bench.compare import in_turns, print_table, ratio
 from bench.measurement import Bar, Figures, Request, has_gpu, measurement
-from bench.processes import blas_name, work
+from bench.processes import blas_name, work, work_in_parts
 
 COLUMNS = ("blas", "strict", "dtype", "tokens", "bit_equal_fraction", "mean_abs", "max_abs", "kl")
 SIZES = ("mean_abs", "max_abs", "kl")
@@ -83,6 +83,31 @@ def parity_on_gpu(request: Request) -> Iterator[Figures]:
             found = work("parity", **job)
             show_parity({name: found})
             yield {figure: found["kl"]}
+
+
+@measurement(
+    {
+        "gpu.parity.rollout_speed_vs_bfloat16": Bar(min=0.97, needs="gpu model"),
+        "gpu.parity.update_speed_vs_bfloat16": Bar(min=0.97, needs="gpu model"),
+    },
+    minutes=1,
+    needs="gpu",
+    is_quick_anywhere=True,
+)
+def precision_speed(request: Request) -> Iterator[Figures]:
+    """What agreement costs: tokens/s of steps of 64 problems x 16 in the type of `model.dtype=auto` over bfloat16's."""
+    sizes = {"prompts": request.size(64, 2), "group_size": request.size(16, 2), "max_tokens": request.size(160, 8)}
+    job = {"model": request.model, "data": request.data, **sizes, "steps": request.size(3, 1)}
+    found: dict[str, dict[str, list[float]]] = {}
+    for turn in work_in_parts("precision_speed", is_peer=False, **job, turns=request.size(3, 1)):
+        print(f"  {turn}", flush=True)
+        for what in ("rollout", "update"):
+            found.setdefault(what, {}).setdefault(turn["asked"], []).extend(turn[what])
+        if len(found["update"]) == 2:
+            yield {
+                f"gpu.parity.{what}_speed_vs_bfloat16": median(found[what]["auto"]) / median(found[what]["bfloat16"])
+                for what in found
+            }
 
 
 def show_parity(found: Mapping[str, Mapping[str, Any]]) -> None:

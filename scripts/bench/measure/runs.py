@@ -20,7 +20,7 @@ from bench.processes import Server, metrics, work
 WARM_UP = 2
 """First steps of a process, in which it compiles."""
 SHAPE_RUNS: Mapping[str, Mapping[str, Any]] = {
-    "05b": {"shape": "0.5b", "steps": 6, "prompts": 16, "longest": 1024, "has_parts": True},
+    "05b": {"shape": "0.5b", "steps": 5, "prompts": 16, "longest": 512, "has_parts": True},
     "8b": {"shape": "8b", "steps": 5, "prompts": 16, "longest": 512, "has_parts": True},
     "8b_4bit": {"shape": "8b-4bit", "steps": 3, "prompts": 16, "longest": 256, "has_parts": False},
 }
@@ -60,10 +60,10 @@ def run_quickstart(request: Request) -> Figures:
     needs="gpu",
     is_quick_anywhere=True,
 )
-def run_mathling(request: Request) -> Figures:
+def run_mathling(request: Request) -> Iterator[Figures]:
     """100 steps of 64 problems x 16 with default settings, killed by SIGKILL on the way and resumed. It saves every
     tenth step, so as many may be done again."""
-    steps, every = request.size(100, 4), request.size(10, 1)
+    steps, every = request.size(100, 8), request.size(10, 1)
     job = ["+recipe=gsm8k_grpo", f"model.path={request.model}", *environment_overrides(request.data, 7473)]
     job += [f"rollout.problems_per_step={request.size(64, 2)}", f"rollout.group_size={request.size(16, 4)}"]
     job += [f"trainer.steps={steps}", "trainer.evaluate_problems=0", f"checkpoint.every={every}"]
@@ -74,10 +74,12 @@ def run_mathling(request: Request) -> Figures:
         server.spawn()
         num_before = wait_for_steps(server, run, round(KILLED_AT * steps))
         server.kill()
+        if before := [row for row in metrics(run) if row["step"] > WARM_UP]:
+            yield mathling_speeds(before)
         saved = max((int(folder.name.partition("_")[2]) for folder in run.glob("step_*")), default=0)
         server.spawn()
         server.wait_to_end(SECONDS_OF_RUN)
-        return mathling_figures(num_before, saved, metrics(run))
+        yield mathling_figures(num_before, saved, metrics(run))
 
 
 def wait_for_steps(server: Server, run: Path, steps: int) -> int:
@@ -97,17 +99,22 @@ def mathling_figures(num_before: int, saved: int, rows: Sequence[Mapping[str, An
     warm = [row for row in rows if row["step"] > WARM_UP and not saved < row["step"] <= saved + WARM_UP]
     rewards = [row["reward/mean"] for row in rows]
     tenth = max(1, len(rows) // 10)
-    return {
-        "gpu.mathling.step_seconds": median(row["seconds/total"] for row in warm),
+    return mathling_speeds(warm) | {
         "runs.gpu.mathling.steps": len({row["step"] for row in rows}),
         "runs.gpu.mathling.kills": float(0 < num_before < len(rows)),
         "runs.gpu.mathling.steps_done_again": num_before - saved,
         "runs.gpu.mathling.steps_skipped": sum(row["update/skipped"] is not None for row in rows),
+        "runs.gpu.mathling.reward_gain": fmean(rewards[-tenth:]) - fmean(rewards[:tenth]),
+    }
+
+
+def mathling_speeds(warm: Sequence[Mapping[str, Any]]) -> Figures:
+    return {
+        "gpu.mathling.step_seconds": median(row["seconds/total"] for row in warm),
         "runs.gpu.mathling.sampled_tokens_per_second": median(
             row["rollout/tokens"] / row["seconds/rollout"] for row in warm
         ),
         "runs.gpu.mathling.update_seconds": median(row["seconds/update"] for row in warm),
-        "runs.gpu.mathling.reward_gain": fmean(rewards[-tenth:]) - fmean(rewards[:tenth]),
     }
 
 

@@ -43,7 +43,7 @@ DEFAULTS = {"prompts": 8, "chunk": 2048}
 AT_ONCE = (1, 4, 8, 16, 32)
 CHUNKS = (128, 512, 2048)
 SERVED_CHOICES: Mapping[str, Sequence[int]] = {"prompts": (1, 8, 32), "chunk": (512, 2048)}
-LONG_TURN = 20.0
+LONG_TURN = 10.0
 """Seconds of a turn from which on one counts, with the settings that a part begins with."""
 TUNED_SHARE = 4
 """A long load is tuned on a fourth of its requests."""

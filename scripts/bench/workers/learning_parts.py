@@ -1,9 +1,10 @@
 """Updates, and serving beside them, of shapes with random weights, part by part in one process.
 
 ragged, equal: updates on completions of all lengths, and on as many tokens in rows of one length; short: ragged rows in
-short passes; rectangles: by the path that devices without our kernels take. streams: tokens and times between tokens of
-streams alone and in each mode of learning beside them. publish: milliseconds of publishing while they decode. memory:
-bytes of the process, and of one that holds a second copy of the base.
+short passes; half: the same with half of the memory that `ragged` of the first shape took at most; rectangles: by the
+path that devices without our kernels take. streams: tokens and times between tokens of streams alone and in each mode
+of learning beside them. publish: milliseconds of publishing while they decode. memory: bytes of the process, and of one
+that holds a second copy of the base.
 """
 
 import asyncio
@@ -44,6 +45,9 @@ from parallm.types import POLICY, GenerationRequest, SamplingParams, TrajectoryG
 LEARNING_RATE = 1e-6
 PASS_OF_RECTANGLES, SHORT_PASS = 5120, 2048
 """Tokens: what 8B passes take by default on an H200; what leaves a quantized base half of their memory."""
+LIMIT_OF_PEAK = 0.49
+"""MLX launches ahead as far as the memory allows, and what is in flight counts; a device of this size would hold it
+back, so does its limit."""
 
 
 Part = Awaitable[dict[str, Any]] | AsyncIterator[dict[str, Any]]
@@ -51,8 +55,10 @@ Part = Awaitable[dict[str, Any]] | AsyncIterator[dict[str, Any]]
 
 
 class Parts:
-    def __init__(self, bench: Workbench, shape: str, load: LearningLoad) -> None:
+    def __init__(self, bench: Workbench, shape: str, load: LearningLoad, peak_gb: float | None) -> None:
+        """`peak_gb`: of the shape before, where `half` needs it."""
         self._bench = bench
+        self._peak_gb = peak_gb
         self._shape = SHAPES[shape]
         self._load = load
         self._layout = ragged_layout(load.groups, load.group_size, load.prompt, load.lengths)
@@ -62,6 +68,7 @@ class Parts:
             "ragged": partial(self.updates, self._layout),
             "equal": partial(self.updates, equal_layout(self._layout)),
             "short": partial(self.updates, self._layout, micro_batch_tokens=SHORT_PASS),
+            "half": self.half,
             "rectangles": self.rectangles,
             "streams": self.streams,
             "publish": self.publish,
@@ -81,6 +88,16 @@ class Parts:
         tokens = sum(sum(completions) for _, completions in layout)
         peak = await self._bench.on_device(mx.get_peak_memory)
         return {"tokens": tokens, "first": seconds[0], "seconds": seconds[1:], "peak_gb": peak / 1e9}
+
+    async def half(self) -> dict[str, Any]:
+        if self._peak_gb is None:
+            raise ValueError("half: another shape's `ragged` comes first")
+        bytes_allowed = int(LIMIT_OF_PEAK * 1e9 * self._peak_gb)
+        before = await self._bench.on_device(lambda: mx.set_memory_limit(bytes_allowed))
+        try:
+            return await self.updates(self._layout, micro_batch_tokens=SHORT_PASS)
+        finally:
+            await self._bench.on_device(lambda: mx.set_memory_limit(before))
 
     async def rectangles(self) -> dict[str, Any]:
         with ExitStack() as stack:
@@ -219,18 +236,22 @@ async def main(
     """`jobs`: names, shapes and their parts. A part that fails costs its own figures only, as does a shape that fails
     to load."""
     chosen = LearningLoad(**{name: tuple(one) if isinstance(one, list) else one for name, one in load.items()})
+    peak_gb: float | None = None
     for label, shape, names in jobs:
         try:
-            async for part in run_shape(shape, names, chosen):
+            async for part in run_shape(shape, names, chosen, peak_gb):
+                peak_gb = peak_gb or part.get("peak_gb")
                 yield part | {"part": f"{label}.{part['part']}"}
         except ParallmError as error:
             yield {"part": label, "error": str(error)}
         gc.collect()  # of the shape before nothing is left when the next one notes its peak
 
 
-async def run_shape(shape: str, names: Sequence[str], load: LearningLoad) -> AsyncIterator[dict[str, Any]]:
+async def run_shape(
+    shape: str, names: Sequence[str], load: LearningLoad, peak_gb: float | None
+) -> AsyncIterator[dict[str, Any]]:
     async with open_workbench(shape=shape, rows=load.streams, kv_cache_bytes=load.kv_cache_bytes) as bench:
-        parts = Parts(bench, shape, load).all()
+        parts = Parts(bench, shape, load, peak_gb).all()
         for name in names:
             async for result in attempt(parts[name]):
                 yield {"part": name, **result}

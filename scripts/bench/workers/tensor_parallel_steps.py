@@ -1,5 +1,7 @@
 """Decode steps of a shape with random weights, on one device or as one of the ranks that it is divided between.
 
+Logits of a prompt come before, and as a control those of one with another last token.
+
 Rank 0 drives its engine as the device thread does, and the others follow it. Every process makes the same weights from
 the seed, an array at a time, and keeps its part.
 """
@@ -20,7 +22,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import load_tokenizer
 
 import bench
-from bench.workers.loads import SHAPES, random_prompts
+from bench.workers.loads import SHAPES, Tokens, random_prompts
 from bench.workers.random_model import random_base
 from parallm.device.blas import set_blas_threads
 from parallm.device.streams import DeviceStreams
@@ -41,8 +43,8 @@ from parallm.types import BASE, GenerationRequest, SamplingParams, TokenEvent
 
 PROMPT = 512
 """Prompt tokens of a unit: as many are multiplied by unpacked weights, for which MLX compiles nothing."""
-SCORED = 8
-"""Last positions of a prompt whose logits are compared."""
+SCORED = 4
+"""Last positions of a prompt whose logits are compared: from 8 rows on MLX compiles a product for the head."""
 KV_BYTES = 4 << 30
 
 
@@ -62,9 +64,11 @@ def main(
         model = divided_model(sizes, ranks)
         rank = team.identity.rank if isinstance(team, Team) else 0
         started = time.perf_counter() - began
-        logits_TV = scored_logits(model, sizes["vocab_size"])
+        prompt = random_prompts(sizes["vocab_size"], 1, PROMPT, seed=7)[0]
+        logits_TV, other_TV = (scored_logits(model, tokens) for tokens in (prompt, (*prompt[:-1], prompt[0])))
         if rank == 0:
             np.save(Path(folder) / f"logits_{workers}.npy", logits_TV)
+            np.save(Path(folder) / f"other_logits_{workers}.npy", other_TV)
             has_peers = ranks is not None and ranks.peers is not None
             yield {"start_seconds": started, "peers": has_peers, "logit_std": float(logits_TV.std())}
         engine = make_engine(team, model, max(rows))
@@ -88,10 +92,9 @@ def divided_model(sizes: dict[str, Any], ranks: Ranks | None) -> SharedModel:
     return share_model(base, sizes, ChatTokenizer(load_tokenizer(NANO)), ModelSettings(), ranks=ranks)
 
 
-def scored_logits(model: SharedModel, vocabulary: int) -> np.ndarray:
+def scored_logits(model: SharedModel, prompt: Tokens) -> np.ndarray:
     """Logits (T, V) of the last positions of a prompt."""
-    tokens_1T = mx.array(random_prompts(vocabulary, 1, PROMPT, seed=7))
-    hidden_1TH = model.hidden(tokens_1T, model.make_cache(), None)
+    hidden_1TH = model.hidden(mx.array([prompt]), model.make_cache(), None)
     return np.array(model.head(hidden_1TH[0, -SCORED:]).astype(mx.float32))
 
 

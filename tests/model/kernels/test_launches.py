@@ -15,6 +15,7 @@ import pytest
 
 from parallm.model.kernels import (
     add_norm,
+    all_sum,
     cuda,
     decode_attention,
     gather,
@@ -34,6 +35,7 @@ from parallm.model.kernels.segmented_lora import GroupOutput, ShrinkOutput, shri
 from parallm.model.kernels.swiglu import fused_swiglu, swiglu_of_halves
 from parallm.model.kernels.token_draw import draw_tokens, score_tokens
 from parallm.model.kernels.token_filter import ends_by_kernel, weights_by_kernel
+from parallm.model.kernels.unpack import unpack_weights
 from parallm.model.logprobs import softmax_of
 from parallm.model.lora.segmented import order_rows
 from tests.model.kernels.test_compiler import NAMES, needs_nvrtc
@@ -44,6 +46,7 @@ TYPES = {
     "const float4*": mx.float32,
     "const int*": mx.int32,
     "const int4*": mx.int32,
+    "const uint32_t*": mx.uint32,
     "const uint64_t*": mx.uint64,
     "float*": mx.float32,
     "int*": mx.int32,
@@ -142,7 +145,7 @@ def attend_pages_of_rows(
     columns = columns_of(mx.zeros((3, 1, (heads + 4) * size), half), [heads * size, 2 * size, 2 * size])
     q, k, v = (part.reshape(3, 1, -1, size).transpose(0, 2, 1, 3) for part in columns)
     assert paged_attention.fits(q, pool, pool)
-    plan = paged_attention.plan_pages(tables, numbers, query_heads=heads, key_heads=2, window=70)
+    plan = paged_attention.plan_pages(tables, numbers, query_heads=heads, key_heads=2, head_size=size, window=70)
     rotary = RotaryAngles(angles=rotation.angles(numbers), traditional=rotation.traditional) if rotation else None
     sinks = mx.zeros(heads) if has_sinks else None
     paged_attention.append_and_attend(q, k, v, pool, pool, plan, scale=0.125, rotary=rotary, sinks_Q=sinks)
@@ -190,6 +193,11 @@ def take(dtype: mx.Dtype) -> None:
     take_rows(x, mx.zeros((2, 3), mx.uint32))
     take_in_groups(odd[:, :, None], mx.zeros((4, 2), mx.int64))
     mx.vjp(lambda given: take_known_rows(given, np.array([1, 1, 3], np.int32)), [x], [x[:3]])
+
+
+def unpack(dtype: mx.Dtype) -> None:
+    for bits in (4, 8):
+        unpack_weights(*mx.quantize(mx.zeros((4, 64), dtype), bits=bits), group_size=64, bits=bits)
 
 
 def prefill(dtype: mx.Dtype, rotation: Rotation | None = None) -> None:
@@ -240,6 +248,12 @@ def multiply(dtype: mx.Dtype, *, versions: int, widths: list[int], bias: bool, r
         output.added_to(mx.zeros((rows, 1, widths[0]), half))
 
 
+def sum_over_ranks(dtype: mx.Dtype) -> None:
+    addresses = mx.zeros(4, mx.uint64)
+    for size in (2, 4):
+        all_sum.all_sum(mx.zeros((3, 1, 512), dtype), all_sum.PeerMemory(rank=size - 1, size=size, addresses=addresses))
+
+
 HALVES = Rotation(dims=64, traditional=False, scale=1.0, base=10_000.0, wavelengths=None)
 FIRST_HALF = Rotation(dims=32, traditional=False, scale=1.0, base=10_000.0, wavelengths=None)
 NEIGHBOURS = Rotation(dims=64, traditional=True, scale=0.5, base=None, wavelengths=mx.ones(32))
@@ -275,7 +289,9 @@ FACES: dict[str, Face] = {
     "add parts and normalize": lambda dtype: normalize(dtype, size=896, splits=4),
     "add and normalize, many chunks": lambda dtype: normalize(dtype, size=8192, splits=2),
     "copy": copy,
+    "sum over ranks": sum_over_ranks,
     "take": take,
+    "unpack": unpack,
     "multiply": lambda dtype: multiply(dtype, versions=0, widths=[64, 32, 32], bias=False),
     "multiply, biased": lambda dtype: multiply(dtype, versions=0, widths=[64, 64], bias=True),
     "multiply, alone": lambda dtype: multiply(dtype, versions=0, widths=[4096], bias=False),
