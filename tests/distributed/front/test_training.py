@@ -25,7 +25,8 @@ SECONDS = 120.0
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the workers are found by their files")
 def test_clients_see_nothing_of_a_lost_worker_but_the_time_it_takes(tmp_path: Path) -> None:
-    port, statuses, is_over = free_port(), [], Event()
+    port, is_over = free_port(), Event()
+    statuses: list[int] = []
     url, run = f"http://127.0.0.1:{port}", tmp_path / "run"
     command = [sys.executable, "-m", "parallm.train", *KEYS, f"server.port={port}", f"hydra.run.dir={run}"]
     with (tmp_path / "log").open("w") as log:
