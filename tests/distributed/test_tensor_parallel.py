@@ -209,6 +209,25 @@ def test_a_killed_rank_ends_the_server_with_a_reason(
         assert "rank 1 is gone" in json.dumps(answers[0])
 
 
+@pytest.mark.slow
+def test_a_rank_that_hangs_ends_the_server_after_the_time_limit(
+    serve: Callable[..., Divided], folders: Mapping[str, Path]
+) -> None:
+    keys = ("distributed.tensor_parallel=2", "distributed.timeout_seconds=20")
+    server = serve("two", f"model.path={folders['llama']}", *keys)
+    server.wait_until_ready()
+    stopped = server.rank(1)
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        with ThreadPoolExecutor(1) as pool, suppress(httpx.TransportError):
+            pool.submit(server.complete, **greedy(0)).result()
+        assert server.process.wait(LIMIT_SECONDS) != 0
+        assert "no answer in 20 seconds (distributed.timeout_seconds)" in server.log
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(stopped, signal.SIGCONT)
+
+
 def test_a_base_that_cannot_be_divided_is_refused_before_anything_is_served(
     serve: Callable[..., Divided], folders: Mapping[str, Path]
 ) -> None:
