@@ -21,7 +21,7 @@ from parallm.device.settings import DeviceSettings
 from parallm.distributed.lockstep import FollowingEngine, LeadingEngine
 from parallm.distributed.team import Team
 from parallm.distributed.tensor_parallel import LEAVE_SECONDS, follow, load_part
-from parallm.errors import ExchangeFailed
+from parallm.errors import ConfigError, ExchangeFailed
 from parallm.interrupts import SIGNALS, until_signal
 from parallm.metrics.live_display import make_display
 from parallm.reports import TrainingStatus
@@ -59,6 +59,11 @@ def checked(config: ServeConfig) -> ServeConfig:
     """Return `config` with the folder of its adapter. Raises ParallmError early for what would fail after loading."""
     given = {} if config.model.adapter is None else {POLICY: f"model.adapter={config.model.adapter}"}
     check_given(config.server.adapters, given)
+    if config.distributed.tensor_parallel > 1 and config.server.reward_model is not None:
+        raise ConfigError(
+            f"server.reward_model={config.server.reward_model}: a base that is divided between devices scores no "
+            "texts; set distributed.tensor_parallel=1"
+        )
     return dataclasses.replace(config, model=resolve_model(config.model))
 
 
@@ -86,6 +91,11 @@ async def open_serving(
 
     The state of operators is kept below `folder`, if there is one. `tell` shows what takes long.
     """
+    if config.distributed.tensor_parallel > 1 and parts is WHOLE:
+        raise ConfigError(
+            f"distributed.tensor_parallel={config.distributed.tensor_parallel}: several processes divide a base; start "
+            "them by `python -m parallm.serve`"
+        )
     settings = RuntimeSettings(
         model=config.model,
         engine=config.engine,

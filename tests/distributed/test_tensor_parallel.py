@@ -1,5 +1,6 @@
 """A base that is divided between processes: the numbers of the whole one, over TCP rings, and a server of it."""
 
+import asyncio
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +21,14 @@ import numpy as np
 import pytest
 from mlx_lm.convert import convert
 
+from parallm.config.schema import ServeConfig
+from parallm.distributed.settings import DivisionSettings
+from parallm.errors import ConfigError
 from parallm.model.adapters.files import write_peft
 from parallm.model.load import load_shared_model
 from parallm.model.settings import ModelSettings
+from parallm.run.serve import checked, open_serving
+from parallm.server.operation.http_server import Listener
 from tests import conftest
 from tests.distributed.conftest import ROOT, free_ports
 from tests.distributed.rank_logits import adapter_of, logits_of, weights_of
@@ -77,6 +84,22 @@ def test_logits_of_two_ranks_are_those_of_one(folders: Mapping[str, Path], tmp_p
         assert np.abs(logits["lora"] - logits["base"]).max() > 1  # what a wrong part of an adapter would change
         assert str(divided[f"{case} sha256"]) == whole.sha256
         assert int(divided[f"{case} bytes"]) * 2 == sum(layer.nbytes for layer in weights_of(whole))
+
+
+@pytest.fixture
+def config() -> ServeConfig:
+    return ServeConfig(distributed=DivisionSettings(tensor_parallel=2))
+
+
+def test_a_reward_model_is_refused_beside_a_divided_base(config: ServeConfig) -> None:
+    with pytest.raises(ConfigError, match=r"server\.reward_model=judge: a base that is divided"):
+        checked(replace(config, server=replace(config.server, reward_model="judge")))
+
+
+def test_a_process_alone_does_not_divide_a_base(config: ServeConfig) -> None:
+    opened = open_serving(config, conftest.BLAS, Listener(keys=()), folder=None)
+    with pytest.raises(ConfigError, match=r"start them by `python -m parallm\.serve`"):
+        asyncio.run(opened.__aenter__())
 
 
 class Divided:
