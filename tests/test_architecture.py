@@ -27,7 +27,7 @@ LAYERS: tuple[set[str], ...] = (
     {"integrations", "distributed"},
     {"config"},
     {"run"},
-    {"train", "serve", "evaluate", "export", "library", "__main__"},
+    {"train", "serve", "evaluate", "export", "front", "library", "__main__"},
 )
 LAYER_OF = {part: layer for layer, parts in enumerate(LAYERS) for part in parts}
 
@@ -39,7 +39,9 @@ REASONS = {
     "serve.py": "entry point",
     "evaluate.py": "entry point",
     "export.py": "entry point",
+    "front.py": "entry point",
     "client/hatch_build.py": "builds the wheel of the client",
+    "run/front.py": "the wiring of a command",
     "integrations/atropos/environment_host.py": "runs in the process of an environment",
 }
 
@@ -138,6 +140,6 @@ def test_groups_fields_and_parts_have_the_same_names() -> None:
 
 
 def test_composing_a_run_loads_no_mlx() -> None:
-    commands = "parallm.train, parallm.serve, parallm.evaluate, parallm.export"
+    commands = "parallm.train, parallm.serve, parallm.evaluate, parallm.export, parallm.front"
     script = f"import sys, {commands}; sys.exit('mlx.core' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

@@ -139,6 +139,7 @@ USED_MOST: Mapping[str, Sequence[str]] = {
         "server.host",
         "server.port",
         "server.adapters_root",
+        "distributed.workers",
     ),
     "evaluate": (
         "model.path",
@@ -149,6 +150,7 @@ USED_MOST: Mapping[str, Sequence[str]] = {
         "trainer.evaluate_samples",
     ),
     "export": ("model.path", "model.adapter", "formats", "output", "quantize.bits"),
+    "front": ("workers", "hold_seconds", "server.host", "server.port"),
 }
 RECIPES = "recipe"
 

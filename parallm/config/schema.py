@@ -18,7 +18,7 @@ from parallm.config.process_log import LogForm, LogLevel
 from parallm.config.run_folder import NAME_PATTERN
 from parallm.config.run_kinds import wrong_evaluation
 from parallm.device.settings import BlasSettings, DeviceSettings, ServingDeviceSettings
-from parallm.distributed.settings import DistributedSettings, DivisionSettings
+from parallm.distributed.settings import DistributedSettings, ServingSettings
 from parallm.engine.settings import EngineSettings
 from parallm.environment.settings import ArithmeticSettings, EnvironmentSettings
 from parallm.errors import ConfigError
@@ -105,8 +105,8 @@ class ServeConfig(LogConfig):
     """The library behind matrix products on a CPU, and the share of serving."""
     metrics: DisplaySettings = DisplaySettings()
     """The display."""
-    distributed: DivisionSettings = DivisionSettings()
-    """A base that is divided between devices."""
+    distributed: ServingSettings = ServingSettings()
+    """Several servers behind one address, and a base that is divided between devices."""
 
 
 @settings
@@ -162,11 +162,24 @@ class ExportConfig(LogConfig):
     """The library behind matrix products on a CPU."""
 
 
-COMMANDS: Mapping[str, type[RunConfig | ServeConfig | EvaluateConfig | ExportConfig]] = {
+@settings
+class FrontConfig(LogConfig):
+    """All keys of `parallm.front`."""
+
+    workers: tuple[str, ...] = ()
+    """Addresses of the servers, such as http://node1:8000; the first is the leader, whose views count."""
+    hold_seconds: float = Field(default=60.0, ge=0)
+    """Seconds that a request may wait for a server while none is there; then it gets 503."""
+    server: ServerSettings = ServerSettings()
+    """HTTP: address, keys, limits. Keys are those of the servers, to which they are handed on."""
+
+
+COMMANDS: Mapping[str, type[RunConfig | ServeConfig | EvaluateConfig | ExportConfig | FrontConfig]] = {
     "train": RunConfig,
     "serve": ServeConfig,
     "evaluate": EvaluateConfig,
     "export": ExportConfig,
+    "front": FrontConfig,
 }
 """Configuration class of each command `parallm.NAME`; conf/NAME.yaml composes it."""
 ENVIRONMENTS: tuple[type, ...] = get_args(get_args(EnvironmentSettings)[0])

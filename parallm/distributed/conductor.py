@@ -26,9 +26,9 @@ os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")  # the system kills 
 import ray
 from ray.exceptions import RayError
 
-from parallm.distributed.gang import Interrupts, free_ports, ring_hosts, run_gangs, variables
+from parallm.distributed.gang import Front, Interrupts, free_ports, ring_hosts, run_gangs, variables
 from parallm.distributed.identity import Backend
-from parallm.distributed.launcher import backend_of
+from parallm.distributed.launcher import LOOPBACK, backend_of
 from parallm.distributed.settings import DistributedSettings
 from parallm.errors import ConfigError, ExchangeFailed
 
@@ -44,9 +44,14 @@ OUTPUT_BYTES = 1 << 16
 
 
 def conduct(
-    settings: DistributedSettings, command: Sequence[str], folder: Path, resume: str, interrupts: Interrupts
+    settings: DistributedSettings,
+    command: Sequence[str],
+    folder: Path,
+    resume: str,
+    interrupts: Interrupts,
+    front: Front,
 ) -> int:
-    """Run Python with the arguments `command` as gangs of workers; return the exit code.
+    """Run Python with the arguments `command` as gangs of workers, behind `front`; return the exit code.
 
     Raises ConfigError for a cluster that does not answer.
     """
@@ -60,7 +65,7 @@ def conduct(
         ) from error
     try:
         with interrupts.counted():  # after ray.init, which sets a handler of its own
-            cluster = Cluster(settings, command, folder.absolute(), interrupts)
+            cluster = Cluster(settings, command, folder.absolute(), interrupts, front)
             return run_gangs(cluster, settings, folder, resume=resume, interrupts=interrupts)
     finally:
         ray.shutdown()
@@ -182,9 +187,15 @@ class Cluster:
     shares_terminal = False
 
     def __init__(
-        self, settings: DistributedSettings, command: Sequence[str], folder: Path, interrupts: Interrupts
+        self,
+        settings: DistributedSettings,
+        command: Sequence[str],
+        folder: Path,
+        interrupts: Interrupts,
+        front: Front,
     ) -> None:
         assert settings.workers is not None, "checked with the configuration"
+        self._front = front
         self._settings = settings
         self._command = command
         self._evaluations = folder / EVALUATIONS
@@ -207,15 +218,18 @@ class Cluster:
         places, seats = [place for place, _ in self._seats], [seat for _, seat in self._seats]
         backend = places[0].backend
         try:
-            ports = ray.get([seat.ports.remote(place.host, 2) for place, seat in self._seats])
+            ports = ray.get([seat.ports.remote(place.host, 3) for place, seat in self._seats])
             hosts = [place.host for place in places]
-            own = variables(backend, hosts, [port for port, _ in ports], ports[0][1])
-            ring = ring_hosts(hosts, [port for port, _ in ports]) if backend == "ring" else ""
+            own = variables(backend, hosts, [port for port, *_ in ports], ports[0][1])
+            ring = ring_hosts(hosts, [port for port, *_ in ports]) if backend == "ring" else ""
+            # other machines reach a node's address, so that the workers there need keys
+            listening = [LOOPBACK] * len(hosts) if self._settings.address is None else hosts
+            addresses = self._front.assign(listening, [port for *_, port in ports])
             more = {"OMP_NUM_THREADS": os.environ["OMP_NUM_THREADS"]} if "OMP_NUM_THREADS" in os.environ else {}
             command = [*self._command, "distributed.engine=mlx", f"distributed.workers={len(seats)}", *overrides]
             starts = [
-                seat.start.remote(command, values | more, ring, str(Path.cwd()))
-                for seat, values in zip(seats, own, strict=True)
+                seat.start.remote(command, values | address | more, ring, str(Path.cwd()))
+                for seat, values, address in zip(seats, own, addresses, strict=True)
             ]
             pids = ray.get(starts)
         except RayError as error:

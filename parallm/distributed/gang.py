@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -48,6 +48,20 @@ class Worker(Protocol):
     def send_signal(self, sig: int) -> None: ...
 
     def kill(self) -> None: ...
+
+
+class Front(Protocol):
+    """The front before the workers, if there is one."""
+
+    def assign(self, hosts: Sequence[str], ports: Sequence[int]) -> list[dict[str, str]]:
+        """Take these addresses for the workers' HTTP; return the environment of each rank."""
+
+
+class NoFront:
+    """In place of a front: workers have the addresses of their configuration."""
+
+    def assign(self, hosts: Sequence[str], ports: Sequence[int]) -> list[dict[str, str]]:
+        return [{} for _ in hosts]
 
 
 class Machines(Protocol):
@@ -93,6 +107,7 @@ class Interrupts:
 
     def __init__(self) -> None:
         self.received: list[int] = []
+        self.on_signal: Callable[[], object] = lambda: None
 
     @contextmanager
     def counted(self) -> Iterator[None]:
@@ -106,6 +121,7 @@ class Interrupts:
 
     def _receive(self, number: int, _: Any) -> None:
         self.received.append(number)
+        self.on_signal()
 
 
 def run_gangs(

@@ -15,6 +15,12 @@ from parallm.errors import ConfigError
 Backend = Literal["ring", "nccl", "jaccl"]
 COORDINATOR = "PARALLM_COORDINATOR"
 """Environment variable: HOST:PORT where rank 0 listens for the others; replaces the derived one."""
+LISTEN = "PARALLM_LISTEN"
+"""Environment variable: HOST:PORT where this process answers HTTP for the front before it, which has `server.port`."""
+FRONT = "PARALLM_FRONT"
+"""Environment variable: the front's own address, for people to see."""
+REPLICA = "PARALLM_REPLICA"
+"""Environment variable: the number of this process among several servers of one model."""
 PORT_OFFSET = 1000
 """Distance of the coordinator's port from the port that mx.distributed uses on rank 0."""
 
@@ -72,6 +78,16 @@ def identity_of(environment: Mapping[str, str] = os.environ) -> Identity | None:
     )
 
 
+def listen_address(environment: Mapping[str, str] = os.environ) -> Address | None:
+    """Return where this process is to answer the front; None if none stands before it. Raises ConfigError."""
+    return _address(environment[LISTEN]) if LISTEN in environment else None
+
+
+def replica_rank(environment: Mapping[str, str] = os.environ) -> int:
+    """Return the number of this process among several servers of one model. Raises ConfigError."""
+    return _number(environment, REPLICA) if REPLICA in environment else 0
+
+
 def _shifted(port: int) -> int:
     return port + PORT_OFFSET if port + PORT_OFFSET < 2**16 else port - PORT_OFFSET
 
@@ -86,7 +102,7 @@ def _number(environment: Mapping[str, str], name: str) -> int:
 def _address(text: str) -> Address:
     host, _, port = text.rpartition(":")
     if not host or not port.isdigit():
-        raise ConfigError(f"{text!r} is no HOST:PORT of rank 0")
+        raise ConfigError(f"{text!r} is no HOST:PORT; a launcher sets it")
     return Address(host.strip("[]"), int(port))
 
 

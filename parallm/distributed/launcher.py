@@ -13,14 +13,17 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from pkgutil import resolve_name
 
-from parallm.distributed.gang import Interrupts, free_ports, ring_hosts, run_gangs, variables
+from parallm.distributed.gang import Front, Interrupts, NoFront, free_ports, ring_hosts, run_gangs, variables
 from parallm.distributed.identity import Backend, identity_of
 from parallm.distributed.settings import DistributedSettings
 from parallm.errors import ConfigError
+from parallm.server.settings import ServerSettings
 
 CUDA_PACKAGES = ("mlx-cuda-12", "mlx-cuda-13")
 LOOPBACK = "127.0.0.1"
 CONDUCTOR = "parallm.distributed.conductor:conduct"
+FRONT = "parallm.distributed.front.process:standing_front"
+"""Imported when it is needed: a server is not loaded in a tenth of a second."""
 
 
 def must_launch(settings: DistributedSettings) -> bool:
@@ -29,22 +32,29 @@ def must_launch(settings: DistributedSettings) -> bool:
     return settings.engine != "off" and several and identity_of() is None
 
 
-def launch(settings: DistributedSettings, arguments: Sequence[str], folder: Path, resume: str) -> int:
-    """Run this command as `settings.workers` processes, here or by Ray. Returns the exit code.
+def launch(
+    settings: DistributedSettings, server: ServerSettings, arguments: Sequence[str], folder: Path, resume: str
+) -> int:
+    """Run this command as `settings.workers` processes, here or by Ray, behind a front. Returns the exit code.
 
     `folder` is that of the run, `resume` the `checkpoint.resume` of the command. Raises ConfigError if this machine has
-    fewer GPUs.
+    fewer GPUs, ListenError.
     """
     command = ["-m", "parallm.train", *arguments, f"hydra.run.dir={folder}"]
-    interrupts = Interrupts()
+    interrupts, standing_front = Interrupts(), resolve_name(FRONT)
     if settings.engine == "ray":
         try:
             conduct = resolve_name(CONDUCTOR)
         except ModuleNotFoundError as error:
             raise ConfigError(f"distributed=ray needs Ray: pip install 'parallm[ray]' ({error})") from error
-        return conduct(settings, command, folder, resume, interrupts)
-    with tempfile.TemporaryDirectory(prefix="parallm-") as temporary, interrupts.counted():
-        host = Host(settings, command, Path(temporary) / "hosts.json")
+        with standing_front(server, settings.front, interrupts) as front:
+            return conduct(settings, command, folder, resume, interrupts, front)
+    with (
+        standing_front(server, settings.front, interrupts) as front,
+        tempfile.TemporaryDirectory(prefix="parallm-") as temporary,
+        interrupts.counted(),
+    ):
+        host = Host(settings, command, Path(temporary) / "hosts.json", front)
         return run_gangs(host, settings, folder, resume=resume, interrupts=interrupts)
 
 
@@ -55,7 +65,7 @@ def launch_ranks(settings: DistributedSettings, arguments: Sequence[str], folder
     """
     interrupts = Interrupts()
     with tempfile.TemporaryDirectory(prefix="parallm-") as temporary, interrupts.counted():
-        host = Host(settings, ["-m", "parallm.serve", *arguments], Path(temporary) / "hosts.json")
+        host = Host(settings, ["-m", "parallm.serve", *arguments], Path(temporary) / "hosts.json", NoFront())
         return run_gangs(host, settings, folder, resume="never", interrupts=interrupts)
 
 
@@ -64,8 +74,9 @@ class Host:
 
     shares_terminal = True
 
-    def __init__(self, settings: DistributedSettings, command: Sequence[str], hosts_file: Path) -> None:
+    def __init__(self, settings: DistributedSettings, command: Sequence[str], hosts_file: Path, front: Front) -> None:
         """`command`: the arguments of Python."""
+        self._front = front
         self._count = settings.workers or 1
         self._command = command
         self._hosts_file = hosts_file
@@ -78,9 +89,11 @@ class Host:
             )
 
     def start(self, overrides: Sequence[str]) -> list[subprocess.Popen[bytes]]:
-        hosts, ports = [LOOPBACK] * self._count, free_ports(LOOPBACK, self._count + 1)
+        hosts, ports = [LOOPBACK] * self._count, free_ports(LOOPBACK, 2 * self._count + 1)
+        http, ports = ports[: self._count], ports[self._count :]
         own = variables(self._backend, hosts, ports[:-1], ports[-1])
-        for rank, values in enumerate(own):
+        for rank, (values, address) in enumerate(zip(own, self._front.assign(hosts, http), strict=True)):
+            values |= address
             if self._backend == "nccl":
                 values["CUDA_VISIBLE_DEVICES"] = self._devices[rank]
             else:
@@ -98,11 +111,12 @@ def backend_of(settings: DistributedSettings) -> Backend:
     if settings.backend == "jaccl":
         raise ConfigError("distributed.backend=jaccl: Macs are started by mlx.launch --backend jaccl --hostfile FILE")
     if settings.backend == "auto":
-        return "nccl" if _has_cuda() else "ring"
+        return "nccl" if has_cuda() else "ring"
     return settings.backend
 
 
-def _has_cuda() -> bool:
+def has_cuda() -> bool:
+    """Whether MLX's CUDA build is installed."""
     for name in CUDA_PACKAGES:
         with suppress(PackageNotFoundError):
             return bool(version(name))

@@ -46,9 +46,13 @@ class DistributedSettings:
 
 
 @settings
-class DivisionSettings:
-    """A base that is divided between devices, for serving."""
+class ServingSettings:
+    """Several processes that serve one model."""
 
+    workers: int = Field(default=1, ge=1)
+    """Number of servers of the model on this machine, each with a GPU or a share of the cores, behind one address."""
+    front: FrontSettings = FrontSettings()
+    """One address before all servers."""
     tensor_parallel: int = Field(default=1, ge=1)
     """Number of devices that each layer is divided between, each with a process of its own on this machine, or started
     by a launcher such as mlx.launch."""
@@ -58,8 +62,8 @@ class DivisionSettings:
     """Longest wait for another process, while they start or in a step; then all end with exit code 75."""
 
     @property
-    def workers(self) -> DistributedSettings:
-        """The processes as workers."""
+    def ranks(self) -> DistributedSettings:
+        """The processes between which a base is divided, as workers."""
         return DistributedSettings(
             engine="mlx",
             workers=self.tensor_parallel,

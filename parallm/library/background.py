@@ -21,8 +21,8 @@ from parallm.errors import Unavailable
 from parallm.library.loop_thread import Main
 from parallm.library.session import LocalClient, Session, TrainingResult, TrainingSession, read_result
 from parallm.run import serve, train
-from parallm.run.operator_state import AUTO
 from parallm.server.operation.http_server import listening, local_only
+from parallm.server.settings import AUTO
 
 __all__ = ["release_memory", "serving", "training"]
 

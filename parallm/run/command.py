@@ -33,11 +33,21 @@ from parallm.config.run_folder import (
     locked_run_folder,
     remove_unused,
 )
-from parallm.config.schema import COMMANDS, RunConfig, ServeConfig, keys_elsewhere, known_keys, shipped, to_config
+from parallm.config.schema import (
+    COMMANDS,
+    FrontConfig,
+    RunConfig,
+    ServeConfig,
+    keys_elsewhere,
+    known_keys,
+    shipped,
+    to_config,
+)
 from parallm.device.blas import BlasReport, load_blas
 from parallm.device.load_mlx import load_mlx
 from parallm.device.settings import BlasSettings
 from parallm.distributed.launcher import launch, launch_ranks, must_launch
+from parallm.distributed.servers import must_start_servers, run_servers
 from parallm.distributed.team import join_team
 from parallm.errors import ConfigError, ParallmError
 from parallm.metrics.machine import describe_versions
@@ -51,8 +61,9 @@ WIRING: Mapping[str, str] = {
     "serve": "parallm.run.serve:run_serving",
     "evaluate": "parallm.run.evaluate:run_evaluation",
     "export": "parallm.run.export:run_export",
+    "front": "parallm.run.front:run_front",
 }
-"""Module and `Run` of each command. They import MLX, so the BLAS must be loaded first."""
+"""Module and `Run` of each command. All but the front import MLX, so the BLAS must be loaded first."""
 
 SUCCESS, FAILED, WRONG_CONFIG, INTERRUPTED = 0, 1, 2, 130
 
@@ -134,6 +145,11 @@ def _run_job(composed: DictConfig, folder: Path, name: str, run: Run | None) -> 
         form = config.log_format
         if isinstance(config, RunConfig):
             code = _run_worker(config, composed, folder, run)
+        elif isinstance(config, FrontConfig):
+            with logging_to(None, config.log_level, form):
+                code = resolve_name(WIRING[name])(config)
+        elif isinstance(config, ServeConfig) and must_start_servers(config.distributed):
+            code = run_servers(config.distributed, config.server, sys.argv[1:])
         elif isinstance(config, ServeConfig) and config.distributed.tensor_parallel > 1:
             code = _run_rank(config, run)
         else:
@@ -156,7 +172,7 @@ def _run_worker(config: RunConfig, composed: DictConfig, folder: Path, run: Run 
     if config.distributed.engine != "off" and HydraConfig.get().mode == RunMode.MULTIRUN:
         raise ConfigError("distributed: a sweep runs its jobs in one process; start one run at a time, without -m")
     if must_launch(config.distributed):
-        return launch(config.distributed, sys.argv[1:], folder, config.checkpoint.resume)
+        return launch(config.distributed, config.server, sys.argv[1:], folder, config.checkpoint.resume)
     with join_team(config.distributed, folder, shared_facts(config)) as team:
         if team.folder != folder:
             remove_unused(folder)
@@ -169,7 +185,7 @@ def _run_worker(config: RunConfig, composed: DictConfig, folder: Path, run: Run 
 
 def _run_rank(config: ServeConfig, run: Run | None) -> int:
     """Serve a base that is divided: as one of the ranks that a launcher has started, or by launching them."""
-    folder, workers = RUNS_FOLDER / config.name, config.distributed.workers
+    folder, workers = RUNS_FOLDER / config.name, config.distributed.ranks
     if must_launch(workers):
         return launch_ranks(workers, sys.argv[1:], folder)
     with (

@@ -16,10 +16,8 @@ from parallm.device.thread import DeviceThread
 from parallm.errors import AdapterError, ConfigError, FolderInUse
 from parallm.model.adapters.table import AdapterTable
 from parallm.model.shared_model import SharedModel
-from parallm.server.settings import ServerSettings
+from parallm.server.settings import AUTO, OFF, ServerSettings
 from parallm.types import BASE, BEST, LATEST
-
-OFF, AUTO = "off", "auto"
 
 logger = logging.getLogger(__name__)
 

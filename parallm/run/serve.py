@@ -18,8 +18,10 @@ from parallm.config.run_folder import RUNS_FOLDER
 from parallm.config.schema import ServeConfig
 from parallm.device.blas import BlasReport
 from parallm.device.settings import DeviceSettings
+from parallm.distributed.identity import replica_rank
 from parallm.distributed.lockstep import FollowingEngine, LeadingEngine
-from parallm.distributed.team import Team
+from parallm.distributed.servers import must_start_servers
+from parallm.distributed.team import RANKS, Team
 from parallm.distributed.tensor_parallel import LEAVE_SECONDS, follow, load_part
 from parallm.errors import ConfigError, ExchangeFailed
 from parallm.interrupts import SIGNALS, until_signal
@@ -37,6 +39,7 @@ from parallm.run.runtime import (
     open_runtime,
     resolve_model,
 )
+from parallm.run.workers import copy_operators_state, own_server, shown_url
 from parallm.server.operation.http_server import Listener, listening
 from parallm.types import POLICY
 
@@ -57,6 +60,11 @@ def run_serving(config: ServeConfig, _: Path, blas: BlasReport, team: Team | Non
 
 def checked(config: ServeConfig) -> ServeConfig:
     """Return `config` with the folder of its adapter. Raises ParallmError early for what would fail after loading."""
+    if must_start_servers(config.distributed):
+        raise ConfigError(
+            f"distributed.workers={config.distributed.workers}: several servers are several processes; `python -m "
+            "parallm.serve` starts them, and a Python program is one of them"
+        )
     given = {} if config.model.adapter is None else {POLICY: f"model.adapter={config.model.adapter}"}
     check_given(config.server.adapters, given)
     if config.distributed.tensor_parallel > 1 and config.server.reward_model is not None:
@@ -113,13 +121,21 @@ async def open_serving(
             yield Serving(runtime=runtime, application=application, messages=messages)
 
 
+def _own_config(config: ServeConfig, rank: int) -> ServeConfig:
+    """The configuration of one of several servers; the first one alone shows."""
+    metrics = dataclasses.replace(config.metrics, display="off") if rank else config.metrics
+    return dataclasses.replace(config, server=own_server(config.server, rank), metrics=metrics)
+
+
 async def _serve(config: ServeConfig, blas: BlasReport, parts: EngineParts = WHOLE) -> None:
-    config = checked(config)
+    rank, leader = replica_rank(), RUNS_FOLDER / config.name
+    folder = leader / RANKS / str(rank) if rank else leader
+    copy_operators_state(config.server, leader, folder, rank)
+    config = checked(_own_config(config, rank))
     display = make_display("lines" if config.metrics.display == "auto" else config.metrics.display, sys.stdout)
     with listening(config.server) as listener, closing(display):
-        folder = RUNS_FOLDER / config.name
         async with open_serving(config, blas, listener, folder=folder, tell=display.message, parts=parts) as serving:
-            display.start(header_of(config.name, config.model, blas, listener.url))
+            display.start(header_of(config.name, config.model, blas, shown_url(listener.url)))
             for text in serving.messages:
                 display.message(text)
             await until_signal()

@@ -47,7 +47,7 @@ from parallm.run.policy_runs import (
 )
 from parallm.run.runtime import Runtime, RuntimeSettings, header_of, open_application, open_runtime, resolve_model
 from parallm.run.training_data import read_training_data
-from parallm.run.workers import own_config
+from parallm.run.workers import copy_operators_state, own_config, shown_url
 from parallm.server.operation.http_server import HttpServer, Listener, listening
 from parallm.types import LATEST, POLICY
 
@@ -57,7 +57,10 @@ def run_training(config: RunConfig, folder: Path, blas: BlasReport, team: Team |
 
     `team`: the workers of the run, if there are several.
     """
-    own = config if team is None else own_config(config, team.identity.rank)
+    own = config
+    if team is not None:
+        own = own_config(config, team.identity.rank)
+        copy_operators_state(config.server, team.run_folder, folder, team.identity.rank)
     asyncio.run(_train(own, folder, blas, parts_for(config.distributed, team)))
     return 0
 
@@ -157,7 +160,7 @@ async def open_training(
         stack.callback(display.close)
         specs = make_policy_specs(config, folder, display, schedules, parts.recorder)
         runtime = await stack.enter_async_context(open_runtime(_settings(config, folder), blas, display.message))
-        header = header_of(config.name, config.model, blas, listener.url)
+        header = header_of(config.name, config.model, blas, shown_url(listener.url))
         schedule = None if config.policies else schedules[POLICY]
         display.start(replace(header, folder=short_path(folder), policies=tuple(config.policies), schedule=schedule))
         judge = Judge(runtime.engine.generate, runtime.model.tokenizer)  # one for all: it numbers its requests
@@ -213,7 +216,7 @@ async def _train(config: RunConfig, folder: Path, blas: BlasReport, parts: Singl
             if run.was_stopped:
                 run.display.message(how_to_resume(config, folder, run.policies))
             elif config.trainer.keep_serving and run.server is not None:
-                sys.stdout.write(f"training has ended; {run.server.url} answers until Ctrl-C\n")
+                sys.stdout.write(f"training has ended; {shown_url(run.server.url)} answers until Ctrl-C\n")
                 await until_signal()
 
 

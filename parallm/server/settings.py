@@ -8,6 +8,8 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from parallm.settings import settings
 
 AdapterName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.:-]{0,127}$")]
+OFF, AUTO = "off", "auto"
+"""Values of `server.state` beside folders."""
 KeyRole = Literal["inference", "training", "admin"]
 """Rights of a key; each role includes those before it. `operation/auth.py` has the role of each route."""
 

@@ -16,6 +16,7 @@ import pytest
 from parallm.distributed.launcher import CONDUCTOR, launch
 from parallm.distributed.settings import DistributedSettings
 from parallm.errors import ConfigError
+from parallm.server.settings import ServerSettings
 from tests.distributed.conftest import DIGEST, ROOT, TINY, Workers, free_ports
 
 PACKAGE = ROOT / "parallm"
@@ -95,7 +96,7 @@ def test_a_missing_package_is_named_with_the_way_to_get_it(tmp_path: Path, monke
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.delitem(sys.modules, "parallm.distributed.conductor", raising=False)
     with pytest.raises(ConfigError, match=re.escape("pip install 'parallm[ray]'")):
-        launch(DistributedSettings(engine="ray", workers=2), [], tmp_path, "never")
+        launch(DistributedSettings(engine="ray", workers=2), ServerSettings(enabled=False), [], tmp_path, "never")
 
 
 @pytest.mark.slow

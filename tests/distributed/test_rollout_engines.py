@@ -338,7 +338,7 @@ def test_another_run_waits_until_the_trainer_has_left_and_its_versions_begin_ane
     async def main() -> None:
         await host.join(facts(model), is_paused=False)
         await host.receive("first", 7, contents[0])
-        with pytest.raises(Unavailable, match="samples policy for node:run; stop that run"):
+        with pytest.raises(EngineFull, match="samples policy for node:run; stop that run"):
             await host.join(other, is_paused=False)
         host.leave("first")
         host._table.acquire(old)

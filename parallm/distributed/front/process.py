@@ -1,4 +1,4 @@
-"""The front's process: `start_front` for whoever starts workers, and `open_front` for a front alone.
+"""The front's process: `standing_front` for whoever starts workers, and `open_front` for a front alone.
 
 The starter binds the address and keeps the socket, so that clients can connect before there is a front and while one
 that has died is started again. It writes lines of JSON to the front's standard input: settings first, then the workers'
@@ -14,9 +14,9 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager, suppress
+import threading
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,11 @@ from pydantic import TypeAdapter
 
 from parallm.distributed.front.app import Front
 from parallm.distributed.front.workers import Workers
+from parallm.distributed.gang import Interrupts, NoFront
+from parallm.distributed.identity import FRONT, LISTEN
 from parallm.distributed.settings import FrontSettings
 from parallm.server.operation.auth import StoredKey, read_keys
-from parallm.server.operation.http_server import HttpServer
+from parallm.server.operation.http_server import HttpServer, url_of
 from parallm.server.operation.sockets import bind
 from parallm.server.settings import ServerSettings
 
@@ -38,71 +40,108 @@ logger = logging.getLogger(__name__)
 
 
 class FrontProcess:
-    """A front in a process of its own. Made by `start_front`; used by one thread."""
+    """A front in a process of its own, which is started again if it dies."""
 
     def __init__(self, server: ServerSettings, settings: FrontSettings, bound: socket.socket) -> None:
+        self.url = url_of(bound, server)
         self._bound = bound
+        self._server = server
         self._first = {
             "server": TypeAdapter(ServerSettings).dump_python(server, mode="json"),
             "front": TypeAdapter(FrontSettings).dump_python(settings, mode="json"),
             "fd": bound.fileno(),
         }
-        self._server = server
+        self._lock = threading.Lock()
         self._urls: dict[int, str] = {}
+        self._is_closing = threading.Event()
         self._process = self._start()
+        threading.Thread(target=self._keep, daemon=True).start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def set_workers(self, urls: Mapping[int, str]) -> None:
         """Name the workers by rank: `http://HOST:PORT` or `unix:PATH`. Those that are not named are forgotten."""
-        self._urls = dict(urls)
-        self._write({"workers": self._urls})
+        with self._lock:
+            self._urls = dict(urls)
+            self._write(self._process, {"workers": self._urls})
 
-    def keep(self) -> None:
-        """Start the front again if its process has ended. To be called now and then."""
-        if self._process.poll() is not None and time.monotonic() > self._started + SECONDS_BETWEEN_STARTS:
-            logger.warning("the front has ended with %d and is started again", self._process.returncode)
-            self._process = self._start()
-            self._write({"workers": self._urls})
+    def assign(self, hosts: Sequence[str], ports: Sequence[int]) -> list[dict[str, str]]:
+        """Have a worker at each of these addresses from now on. Return the environment that lets it listen there."""
+        pairs = zip(hosts, ports, strict=True)
+        names = [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in pairs]
+        self.set_workers({rank: f"http://{name}" for rank, name in enumerate(names)})
+        return [{LISTEN: name, FRONT: self.url} for name in names]
 
     def drain(self) -> None:
         """Refuse new requests; those under way go on."""
-        with suppress(ProcessLookupError):
-            self._process.send_signal(signal.SIGTERM)
+        self._process.send_signal(signal.SIGTERM)
 
     def close(self) -> None:
         """End the front after the answers under way."""
-        assert self._process.stdin is not None, "it was opened"
-        with suppress(OSError):
-            self._process.stdin.close()
+        with self._lock:
+            self._is_closing.set()
+            process = self._process
+            self._hang_up(process)
         try:
-            self._process.wait(self._server.drain_seconds + CLOSE_SECONDS)
+            process.wait(self._server.drain_seconds + CLOSE_SECONDS)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._bound.close()
+            process.kill()
+            process.wait()
         if self._server.uds:
             Path(self._server.uds).unlink(missing_ok=True)
 
+    def _keep(self) -> None:
+        """Start the front again whenever its process ends; clients that connect meanwhile wait."""
+        while True:
+            code = self._process.wait()
+            if self._is_closing.wait(SECONDS_BETWEEN_STARTS):
+                return
+            logger.warning("the front has ended with %d and is started again", code)
+            with self._lock:
+                if not self._is_closing.is_set():
+                    self._hang_up(self._process)
+                    self._process = self._start()
+
     def _start(self) -> subprocess.Popen[bytes]:
-        self._started = time.monotonic()
         command = [sys.executable, "-m", "parallm.distributed.front.process"]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=(self._bound.fileno(),))
-        self._process = process
-        self._write(self._first)
+        self._write(process, self._first)
+        self._write(process, {"workers": self._urls})
         return process
 
-    def _write(self, message: Mapping[str, Any]) -> None:
-        assert self._process.stdin is not None, "it was opened"
-        with suppress(OSError):  # it has ended: `keep` starts another one
-            self._process.stdin.write(json.dumps(message).encode() + b"\n")
-            self._process.stdin.flush()
+    def _hang_up(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdin is not None, "it was opened"
+        with suppress(OSError):
+            process.stdin.close()
+
+    def _write(self, process: subprocess.Popen[bytes], message: Mapping[str, Any]) -> None:
+        assert process.stdin is not None, "it was opened"
+        with suppress(OSError):  # it has ended, and the next one gets all
+            process.stdin.write(json.dumps(message).encode() + b"\n")
+            process.stdin.flush()
 
 
-def start_front(server: ServerSettings, settings: FrontSettings) -> FrontProcess | None:
-    """Start a front on the address of `server`; None if there is to be none. Raises ListenError, ConfigError."""
+@contextmanager
+def standing_front(
+    server: ServerSettings, settings: FrontSettings, interrupts: Interrupts
+) -> Iterator[FrontProcess | NoFront]:
+    """A front on the address of `server`, if there is to be one; a signal to end lets it refuse new requests.
+
+    Raises ListenError, ConfigError.
+    """
     if not (server.enabled and settings.enabled):
-        return None
+        yield NoFront()
+        return
     read_keys(server)
-    return FrontProcess(server, settings, bind(server))
+    with bind(server) as bound:
+        front = FrontProcess(server, settings, bound)
+        interrupts.on_signal = front.drain
+        try:
+            yield front
+        finally:
+            front.close()
 
 
 @asynccontextmanager

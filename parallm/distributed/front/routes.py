@@ -54,7 +54,9 @@ def _way(row: str, role: Role) -> Way:
 
 _ROUTES = {row: Route(row.partition(" ")[2], role, _way(row, role)) for row, role in ROLES.items()}
 _PATTERNS = [
-    (re.compile(re.sub(r"\\\{\w+\\\}", "(.+)", re.escape(row))), route) for row, route in _ROUTES.items() if "{" in row
+    (re.compile(re.sub(r"\\\{\w+\\\}", "(.+)", re.escape(row))), _ROUTES[row])
+    for row in sorted(_ROUTES, key=len, reverse=True)  # the longer of two that match says more
+    if "{" in row
 ]
 _UNKNOWN = Route(None, "public", "leader")
 

@@ -81,8 +81,9 @@ class Parity:
 class Rescorer:
     """Computes log-probs of sampled tokens with the trainer's own model, as those of a prompt."""
 
-    def __init__(self, generate_all: GenerateAll) -> None:
+    def __init__(self, generate_all: GenerateAll, policy: str) -> None:
         self._generate_all = generate_all
+        self._policy = policy
         self._numbers = itertools.count()
 
     async def differences(
@@ -92,7 +93,7 @@ class Rescorer:
         start = len(request.prompt_tokens)
         requests = [
             GenerationRequest(
-                request_id=f"check-{next(self._numbers)}-{model}",
+                request_id=f"check-{self._policy}-{next(self._numbers)}",
                 prompt_tokens=(*request.prompt_tokens, *sampled.tokens),
                 sampling=SamplingParams(max_tokens=0, temperature=request.sampling.temperature, prompt_logprobs=0),
                 model=model,

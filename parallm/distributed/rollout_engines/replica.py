@@ -179,10 +179,12 @@ class Replica:
 
     async def leave(self) -> None:
         """Send the last version and end the session."""
-        if self._is_present:
-            with suppress(EngineLost, EngineRefused):
+        if self._answer is None:
+            return
+        with suppress(EngineLost, EngineRefused):
+            if self._is_present:
                 await self.sync()
-                await self._client.leave(self._trainer.facts.session)
+            await self._client.leave(self._trainer.facts.session)
 
     async def _join(self) -> JoinAnswer:
         served = self._trainer.versions.served

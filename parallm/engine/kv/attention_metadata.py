@@ -116,7 +116,7 @@ class AttentionMetadata:
         self.read_slots: slice | mx.array = slice(0, slots_S.shape[0]) if self.is_contiguous else slots_S
         """The slots whose keys and values the step reads."""
         self._rotary: dict[Rotation, RotaryAngles] = {}
-        self._plans: dict[tuple[int, int, int], PagePlan] = {}
+        self._plans: dict[tuple[int, int, int, int], PagePlan] = {}
         self._masks: list[tuple[mx.array, int]] = []  # masks that this step's `mask` returned, with their windows
         self._span_masks: dict[int, mx.array] = {}  # the same by slot, by their index in `_masks`
 
@@ -127,12 +127,17 @@ class AttentionMetadata:
             self._rotary[rotation] = RotaryAngles(angles=angles_BP2, traditional=rotation.traditional)
         return self._rotary[rotation]
 
-    def page_plan(self, query_heads: int, key_heads: int, window: int) -> PagePlan:
+    def page_plan(self, query_heads: int, key_heads: int, head_size: int, window: int) -> PagePlan:
         """The pages that rows see, whose tables stand in place of slots: listed once for all layers."""
-        key = query_heads, key_heads, window
+        key = query_heads, key_heads, head_size, window
         if key not in self._plans:
             self._plans[key] = plan_pages(
-                self.slots_B, self.lengths_B, query_heads=query_heads, key_heads=key_heads, window=window
+                self.slots_B,
+                self.lengths_B,
+                query_heads=query_heads,
+                key_heads=key_heads,
+                head_size=head_size,
+                window=window,
             )
         return self._plans[key]
 

@@ -84,7 +84,7 @@ class PagedCache(OwnCache):
         queries, keys, rotation = before_rotation(queries, keys, self._metadata.lengths_B, keys_PHTD.dtype)
         rotary = None if rotation is None else self._metadata.rotary(rotation)
         if ON_TENSOR_CORES:
-            plan = self._metadata.page_plan(queries.shape[1], keys.shape[1], window)
+            plan = self._metadata.page_plan(queries.shape[1], keys.shape[1], queries.shape[3], window)
             return paged_attention.append_and_attend(
                 queries, keys, values, keys_PHTD, values_PHTD, plan, scale=scale, rotary=rotary
             )

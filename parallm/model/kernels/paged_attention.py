@@ -17,30 +17,31 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from parallm.model.kernels.cuda import has_kernels, kernel
+from parallm.model.kernels.cuda import VECTOR_BYTES, has_kernels, kernel
 from parallm.model.kernels.decode_attention import RotaryAngles, place_of
 from parallm.model.kernels.page_write import PAGE
 
 WARPS = 4  # of a block: each has 16 positions of a page
-MAX_HEAD_SIZE, HEAD_SIZE_STEP = 256, 16
-MAX_QUERIES = 16  # of a key head in a block: what a tensor core multiplies at once
 STAGES = 3  # pages of a block that are under way together
-PROCESSOR_BYTES = 228 * 1024  # of shared memory, of which a block takes 1 KB more than it asks for
-BLOCK_BYTES = 1024 + 2 * WARPS * MAX_QUERIES * 4
-MAX_BLOCKS = 3  # of a processor
+MAX_HEAD_SIZE, HEAD_SIZE_STEP = 256, 16
+MAX_QUERIES, MAX_VALUES = 16, 2048  # of a key head in a block: what tensor cores multiply at once, and registers hold
 PROCESSORS = 132  # of an H200
+PROCESSOR_BYTES = 228 * 1024  # of shared memory, of which a block takes 1 KB more than it asks for
+BLOCK_BYTES = 1024 + WARPS * MAX_QUERIES * 8 + 16
+MAX_BLOCKS = 3  # of a processor
 PLAN_THREADS = 128
 DTYPES = (mx.bfloat16, mx.float16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PagePlan:
-    """The pages that a step's rows see, for layers of one window."""
+    """The pages that a step's rows see in equal shares, for layers of one window."""
 
-    pages_X4: mx.array
-    """Row, page, first position, row's length; as many as there can be, int32."""
+    pages_SX4: mx.array
+    """Row, page, first position, row's length; int32."""
     counts: mx.array
-    """The number of pages, and a counter for each row and tile of queries, which each layer leaves at zero, int32."""
+    """The pages of a share and of all, and a counter for each row and tile of queries, which each layer leaves at zero;
+    int32."""
     window: int
 
 
@@ -60,20 +61,23 @@ def fits(queries_BQTD: mx.array, keys_PHTD: mx.array, values_PHTD: mx.array) -> 
 
 
 def plan_pages(
-    tables_BN: mx.array, lengths_B: mx.array, *, query_heads: int, key_heads: int, window: int = 0
+    tables_BN: mx.array, lengths_B: mx.array, *, query_heads: int, key_heads: int, head_size: int, window: int = 0
 ) -> PagePlan:
     """A plan for rows that see positions 0 to `lengths_B[b]`, or the newest `window` of them (0: all)."""
-    rows, width = tables_BN.shape
-    tiles = key_heads * (query_heads // key_heads // queries_at_once(query_heads // key_heads))
-    pages_X4, counts = kernel("paged_attention_plan", (("PAGE", PAGE),))(
+    (rows, width), repeats = tables_BN.shape, query_heads // key_heads
+    tile = queries_at_once(repeats, head_size)
+    tiles = key_heads * (repeats // tile)
+    shares = max(1, PROCESSORS * blocks_of(head_size, tile) // tiles)
+    stride = -(-rows * width // shares)
+    pages_SX4, counts = kernel("paged_attention_plan", (("PAGE", PAGE),))(
         [tables_BN, lengths_B],
-        [rows, width, window, tiles],
+        [rows, width, window, tiles, shares, stride],
         grid=(rows * PLAN_THREADS, 1, 1),
         threadgroup=(PLAN_THREADS, 1, 1),
-        output_shapes=[(rows * width, 4), (1 + max(2, rows * tiles),)],  # 12 bytes at least: on the device
+        output_shapes=[(shares, stride, 4), (2 + rows * tiles,)],
         output_dtypes=[mx.int32, mx.int32],
     )
-    return PagePlan(pages_X4=pages_X4, counts=counts, window=window)
+    return PagePlan(pages_SX4=pages_SX4, counts=counts, window=window)
 
 
 def append_and_attend(
@@ -96,12 +100,12 @@ def append_and_attend(
     """
     rows, query_heads, _, size = queries_BQ1D.shape
     heads, dtype = keys_PHTD.shape[1], keys_PHTD.dtype
-    repeats = query_heads // heads
-    tile = queries_at_once(repeats)
-    blocks = blocks_of(size)
-    tiles = heads * (repeats // tile)
-    shares = max(1, PROCESSORS * blocks // tiles)
+    repeats, (shares, stride, _) = query_heads // heads, plan.pages_SX4.shape
+    tile = queries_at_once(repeats, size)
+    dims = 2 * rotary.angles.shape[1] if rotary else 0
     columns = [place_of(array) for array in (queries_BQ1D, new_keys_BH1D, new_values_BH1D)]
+    numbers = [number for place in columns for number in (place.start, place.pitch)]
+    assert all(number * dtype.size % VECTOR_BYTES == 0 for number in numbers), "heads are copied in vectors"
     defines = (
         ("T", dtype),
         ("HEAD", size),
@@ -113,18 +117,18 @@ def append_and_attend(
         ("FRAGMENTS", 1),
         ("COLUMNS", PAGE),
         ("STAGES", STAGES),
-        ("BLOCKS", blocks),
-        ("DIMS", 2 * rotary.angles.shape[1] if rotary else 0),
+        ("BLOCKS", blocks_of(size, tile)),
+        ("DIMS", dims),
         ("PAIRED", rotary is not None and rotary.traditional),
         ("SINKS", sinks_Q is not None),
     )
-    inputs = [*(place.whole for place in columns), keys_PHTD, values_PHTD, plan.pages_X4, plan.counts]
+    inputs = [*(place.whole for place in columns), keys_PHTD, values_PHTD, plan.pages_SX4, plan.counts]
     inputs += [rotary.angles if rotary else plan.counts, *([] if sinks_Q is None else [sinks_Q])]
     parts = (2 * shares, query_heads)
-    attended: mx.array = kernel("paged_attention", defines, shared_memory=shared_bytes(size))(
+    attended: mx.array = kernel("paged_attention", defines, shared_memory=shared_bytes(size, tile, dims))(
         inputs,
-        [shares, plan.window, scale * math.log2(math.e), *(n for place in columns for n in (place.start, place.pitch))],
-        grid=(shares * tiles * 32 * WARPS, 1, 1),
+        [stride, plan.window, scale * math.log2(math.e), *numbers],
+        grid=(shares * heads * (repeats // tile) * 32 * WARPS, 1, 1),
         threadgroup=(32 * WARPS, 1, 1),
         output_shapes=[(rows, query_heads, 1, size), (*parts, size), (*parts, 2)],
         output_dtypes=[dtype, mx.float32, mx.float32],
@@ -132,16 +136,18 @@ def append_and_attend(
     return attended
 
 
-def queries_at_once(repeats: int) -> int:
+def queries_at_once(repeats: int, head_size: int) -> int:
     """Queries of one key head that a block serves."""
-    return max(count for count in range(1, min(repeats, MAX_QUERIES) + 1) if repeats % count == 0)
+    most = min(repeats, MAX_QUERIES, MAX_VALUES // head_size)
+    return max(count for count in range(1, most + 1) if repeats % count == 0)
 
 
-def shared_bytes(head_size: int) -> int:
-    """Shared memory of a block: the queries, and pages of keys and values; rows are 16 bytes longer than a head."""
-    return (MAX_QUERIES + STAGES * 2 * PAGE) * (head_size + 8) * 2
+def shared_bytes(head_size: int, tile: int, dims: int) -> int:
+    """Shared memory of a block: for each page keys, values, a row's queries and angles. Rows are 16 bytes longer than
+    a head."""
+    return STAGES * 2 * ((tile + 2 * PAGE) * (head_size + 8) + 4 * dims)
 
 
-def blocks_of(head_size: int) -> int:
+def blocks_of(head_size: int, tile: int) -> int:
     """Blocks that a processor runs together."""
-    return max(1, min(MAX_BLOCKS, PROCESSOR_BYTES // (shared_bytes(head_size) + BLOCK_BYTES)))
+    return max(1, min(MAX_BLOCKS, PROCESSOR_BYTES // (shared_bytes(head_size, tile, head_size) + BLOCK_BYTES)))

@@ -1,9 +1,10 @@
-// Lists the pages that a step's rows see, one row after the other: row, page, first position, row's length. `counts` are
-// the number of pages and a zero for each of `heads` of each row. Rows have `width` pages in `tables` and see `lengths`
-// + 1 positions, the newest `window` (0: all). A block for each row. PAGE positions.
+// Lists the pages that a step's rows see, one row after the other, in shares of as many pages: row, page, first
+// position, row's length. Share s begins at entry s `stride`; row -1 says that it is empty. `counts` are the pages of a
+// share, the pages of all, and a zero for each of `heads` of each row. Rows have `width` pages in `tables` and see
+// `lengths` + 1 positions, the newest `window` (0: all). A block for each row. PAGE positions.
 
 extern "C" __global__ void paged_attention_plan(const int* tables, const int* lengths, int4* pages, int* counts,
-                                                int rows, int width, int window, int heads) {
+                                                int rows, int width, int window, int heads, int shares, int stride) {
   auto first_page = [&](int length) { return window > 0 ? max(0, length + 1 - window) / PAGE : 0; };
   __shared__ int before, all;  // pages of the rows before this one, and of all
   if (threadIdx.x == 0) before = all = 0;
@@ -18,9 +19,19 @@ extern "C" __global__ void paged_attention_plan(const int* tables, const int* le
   atomicAdd(&before, own_before);
   atomicAdd(&all, own_all);
   __syncthreads();
+  const int of_share = (all + shares - 1) / shares;
   const int length = lengths[row], first = first_page(length);
-  for (int page = first + threadIdx.x; page <= length / PAGE; page += blockDim.x)
-    pages[before + page - first] = make_int4(row, tables[row * width + page], page * PAGE, length);
-  if (row == 0 && threadIdx.x == 0) counts[0] = all;
-  for (int head = threadIdx.x; head < heads; head += blockDim.x) counts[1 + row * heads + head] = 0;
+  for (int page = first + threadIdx.x; page <= length / PAGE; page += blockDim.x) {
+    const int index = before + page - first;
+    const int place = index / of_share * stride + index % of_share;
+    pages[place] = make_int4(row, tables[row * width + page], page * PAGE, length);
+  }
+  for (int head = threadIdx.x; head < heads; head += blockDim.x) counts[2 + row * heads + head] = 0;
+  if (row > 0) return;
+  if (threadIdx.x == 0) {
+    counts[0] = of_share;
+    counts[1] = all;
+  }
+  for (int share = (all + of_share - 1) / of_share + threadIdx.x; share < shares; share += blockDim.x)
+    pages[share * stride] = make_int4(-1, 0, 0, 0);
 }

@@ -266,7 +266,7 @@ def listening(settings: ServerSettings) -> Iterator[Listener]:
     keys = read_keys(settings)
     with bind(settings) as bound:
         try:
-            yield Listener(keys=keys, bound=bound, url=_url(bound, settings))
+            yield Listener(keys=keys, bound=bound, url=url_of(bound, settings))
         finally:
             if settings.uds:
                 Path(settings.uds).unlink(missing_ok=True)
@@ -315,7 +315,7 @@ class HttpServer:
             settings,
         )
 
-        self.url = _url(bound, settings)
+        self.url = url_of(bound, settings)
 
     async def start(self) -> None:
         """Return when requests are answered."""
@@ -359,7 +359,8 @@ class HttpServer:
                 raise
 
 
-def _url(bound: socket.socket, settings: ServerSettings) -> str:
+def url_of(bound: socket.socket, settings: ServerSettings) -> str:
+    """Return the address that clients call."""
     if settings.uds:
         return f"unix:{settings.uds}"
     host, port = bound.getsockname()[:2]

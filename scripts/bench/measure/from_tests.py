@@ -140,6 +140,16 @@ give(
 )
 give("workers_exact", "distributed/test_runs.py", 3, {"workers.exact_equal": Bar(min=1)}, exact_equal=min)
 give(
+    "replicas",
+    "robustness/test_rollout_engines.py",
+    17,
+    {"replicas.minutes": Bar(min=10), "replicas.kills": Bar(min=50), "replicas.steps": Bar(min=200)},
+    {"replicas.requests_sampled_again": Bar(min=1), "replicas.cpu_sampling_speedup": Bar()},
+    {"replicas.control_stale_found": Bar(min=1), "replicas.control_misled_steps": Bar(min=1)},
+    {"replicas.control_other_base_refused": Bar(min=1)},
+    zero("replicas.steps_lost", "replicas.wrong_version_tokens"),
+)
+give(
     "fuzz",
     "robustness/test_fuzz.py",
     12,

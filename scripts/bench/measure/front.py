@@ -24,8 +24,9 @@ from bench.problems import questions
 from bench.processes import Server, clean_environment, free_port, work
 from parallm.distributed.front import relay
 from parallm.distributed.front.affinity import Affinity, Prompt
-from parallm.distributed.front.process import open_front, start_front
+from parallm.distributed.front.process import FrontProcess, open_front, standing_front
 from parallm.distributed.front.workers import Worker
+from parallm.distributed.gang import Interrupts
 from parallm.distributed.settings import FrontSettings
 from parallm.server.operation.sockets import bind
 from parallm.server.settings import ServerSettings
@@ -289,10 +290,11 @@ def serving(request: Request, folder: Path) -> Iterator[Sequence[Server]]:
 def front_process(urls: Sequence[str]) -> Iterator[str]:
     """A front in a process of its own, with all workers ready."""
     settings = ServerSettings(port=free_port())
-    with patch.dict(os.environ, clean_environment()):
-        process = start_front(settings, FrontSettings())
-    assert process is not None
-    try:
+    with (
+        patch.dict(os.environ, clean_environment()),
+        standing_front(settings, FrontSettings(), Interrupts()) as process,
+    ):
+        assert isinstance(process, FrontProcess), "it is enabled"
         process.set_workers(dict(enumerate(urls)))
         url = f"http://127.0.0.1:{settings.port}"
         deadline = time.monotonic() + SECONDS_TO_START
@@ -301,8 +303,6 @@ def front_process(urls: Sequence[str]) -> Iterator[str]:
                 raise RuntimeError(f"the front of {urls} was not ready within {SECONDS_TO_START:.0f} s")
             time.sleep(0.05)
         yield url
-    finally:
-        process.close()
 
 
 @asynccontextmanager

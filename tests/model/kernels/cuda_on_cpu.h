@@ -25,8 +25,11 @@ inline unsigned min(unsigned a, int b) { return min(a, unsigned(b)); }
     std::abort();                                                                            \
   }
 
+#define __cvta_generic_to_shared(pointer) address_of(pointer)
+#define __expf expf
+
 struct Size3 {
-  int x;
+  int x, y;
 } threadIdx, blockIdx, blockDim, gridDim;
 struct float2 {
   float x, y;
@@ -41,6 +44,7 @@ struct alignas(16) uint4 {
   unsigned x, y, z, w;
 };
 inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 struct __half {
@@ -136,6 +140,7 @@ void copy_vector(unsigned to, const void* from, bool valid) {
   std::memset(shared_memory + to, 0xff, 16);
   copies[threadIdx.x].back().push_back({to, from, valid});
 }
+void copy_async(unsigned to, const void* from) { copy_vector(to, from, true); }
 void commit_copies() { copies[threadIdx.x].emplace_back(); }
 template <int N>
 void wait_copies() {
@@ -211,7 +216,7 @@ void launch(int blocks, int threads, unsigned shared, int seed, void (*kernel)()
   static void (*body)();
   body = kernel;
   num_threads = threads, num_shared = shared;
-  blockDim.x = threads, gridDim.x = blocks;
+  blockDim = {threads, 1}, gridDim = {blocks, 1};
   random_numbers.seed(seed);
   std::vector<int> order(blocks);
   for (int block = 0; block < blocks; block++) order[block] = block;

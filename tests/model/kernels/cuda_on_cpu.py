@@ -20,6 +20,12 @@ HEADER = Path(__file__).with_suffix(".h")
 REPLACED = re.compile(
     r"__device__ __forceinline__ unsigned address_of.*?(?=__device__ __forceinline__ unsigned pack_v)", re.S
 )
+SUBSTITUTES = {
+    r"extern __shared__ __align__\(\d+\) ([\w ]+) (\w+)\[\];": r"auto* \2 = reinterpret_cast<\1*>(shared_memory);",
+    r'asm volatile\("cp.async.commit_group;".*?\);': "commit_copies();",
+    r'asm volatile\("cp.async.wait_group %0;" ::"n"\((.*?)\) : "memory"\);': r"wait_copies<\1>();",
+    r'asm volatile\("cp.async.wait_group 0;".*?\);': "wait_copies<0>();",
+}
 ALIGNMENT = 256
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
@@ -64,9 +70,8 @@ class CpuKernels:
         if name == mutant:
             assert old in source, "a line that is there no longer"
             source = source.replace(old, new)
-        source = re.sub(
-            r"extern __shared__.*? (\w+)\[\];", r"auto* \1 = reinterpret_cast<unsigned char*>(shared_memory);", source
-        )
+        for pattern, replacement in SUBSTITUTES.items():
+            source = re.sub(pattern, replacement, source)
         wanted = parameters(name, defines)
         declared = ", ".join(f"{kind} {parameter}" for kind, parameter in wanted)
         members = "".join(f"{kind} {parameter};\n" for kind, parameter in wanted)

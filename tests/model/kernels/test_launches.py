@@ -145,7 +145,7 @@ def attend_pages_of_rows(
     columns = columns_of(mx.zeros((3, 1, (heads + 4) * size), half), [heads * size, 2 * size, 2 * size])
     q, k, v = (part.reshape(3, 1, -1, size).transpose(0, 2, 1, 3) for part in columns)
     assert paged_attention.fits(q, pool, pool)
-    plan = paged_attention.plan_pages(tables, numbers, query_heads=heads, key_heads=2, window=70)
+    plan = paged_attention.plan_pages(tables, numbers, query_heads=heads, key_heads=2, head_size=size, window=70)
     rotary = RotaryAngles(angles=rotation.angles(numbers), traditional=rotation.traditional) if rotation else None
     sinks = mx.zeros(heads) if has_sinks else None
     paged_attention.append_and_attend(q, k, v, pool, pool, plan, scale=0.125, rotary=rotary, sinks_Q=sinks)
