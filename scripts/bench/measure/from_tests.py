@@ -95,6 +95,9 @@ ORACLE = {"oracle.worst_error": Bar(max=1e-6), "oracle.cases": Bar(min=31)}
 ANEW = {"oracle.regenerated": Bar(min=29), "oracle.regenerated_error": Bar(max=1e-9)}
 give("oracles", "learner/test_oracles.py", 0.2, ORACLE, worst_error=max)
 give("regenerated", "interop/trl/test_oracles.py", 1, ANEW, regenerated_error=max)
+give(
+    "tasks", "tasks/test_references.py", 0.5, {"tasks.worst_embedding_error": Bar(max=1e-5)}, worst_embedding_error=max
+)
 give("trl", "interop/trl/test_samples.py", 40, {"trl.samples_to_80_ratio": Bar(max=1)})
 give("split", "robustness/test_split.py", 1, {"ab.share_error": Bar(max=0.02)}, zero("ab.failed_requests"))
 give("head", "learner/passes/test_head_memory.py", 0.1, {"head.memory_ratio": Bar(max=0.1, needs="gpu")})
@@ -185,7 +188,7 @@ give(
     {"engine.soak.traces_over_buckets": Bar(max=1)},
     zero("engine.soak.lost", "engine.soak.leaked_kv_bytes", "engine.soak.failed_besides"),
 )
-CLIENTS = {"clients.passed": Bar(), "clients.total": Bar(min=132)}
+CLIENTS = {"clients.passed": Bar(), "clients.total": Bar(min=157), "tasks.clients_passed": Bar(min=7)}
 give("clients", "interop/clients/test_clients.py", 5, CLIENTS, zero("clients.failed"))
 give(
     "verifiers",
