@@ -22,7 +22,7 @@ import pytest
 from mlx_lm.convert import convert
 
 from parallm.config.schema import ServeConfig
-from parallm.distributed.settings import DivisionSettings
+from parallm.distributed.settings import ServingSettings
 from parallm.errors import ConfigError
 from parallm.model.adapters.files import write_peft
 from parallm.model.load import load_shared_model
@@ -88,7 +88,7 @@ def test_logits_of_two_ranks_are_those_of_one(folders: Mapping[str, Path], tmp_p
 
 @pytest.fixture
 def config() -> ServeConfig:
-    return ServeConfig(distributed=DivisionSettings(tensor_parallel=2))
+    return ServeConfig(distributed=ServingSettings(tensor_parallel=2))
 
 
 def test_a_reward_model_is_refused_beside_a_divided_base(config: ServeConfig) -> None:
