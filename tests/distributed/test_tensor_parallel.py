@@ -190,15 +190,18 @@ def test_a_divided_server_answers_as_a_whole_one_and_ends_well(
     answers = []
     for server in (one, two):
         server.wait_until_ready()
-        with ThreadPoolExecutor(12) as pool:
-            answers.append(list(pool.map(lambda place: server.complete(**greedy(place)), range(12))))  # noqa: B023
+        with ThreadPoolExecutor(6) as pool:
+            some = list(pool.map(lambda place: server.complete(**greedy(place)), range(6)))  # noqa: B023
+        many = server.complete(**greedy(1, n=8, max_tokens=200, ignore_eos=True))  # more than there is memory for
+        answers.append([*some, many, *(server.complete(**greedy(0)) for _ in range(2))])
         metrics = httpx.get(f"{server.url}/metrics").text
         assert figure(metrics, "vllm:num_preemptions_total") > 0, metrics
         assert figure(metrics, "vllm:prefix_cache_hits_total") > 0, metrics
     assert answers[0][0]["choices"][0]["text"] != answers[0][1]["choices"][0]["text"]
-    for ours, theirs in zip(*answers, strict=True):
-        assert ours["choices"][0]["text"] == theirs["choices"][0]["text"]
-        one_T, two_T = (answer["choices"][0]["logprobs"]["token_logprobs"] for answer in (ours, theirs))
+    choices = [[choice for answer in side for choice in answer["choices"]] for side in answers]
+    for ours, theirs in zip(*choices, strict=True):
+        assert ours["text"] == theirs["text"]
+        one_T, two_T = (choice["logprobs"]["token_logprobs"] for choice in (ours, theirs))
         np.testing.assert_allclose(two_T, one_T, atol=1e-4)
     refused = httpx.post(f"{two.url}/v1/embeddings", json={"model": "base", "input": "pears"})
     assert refused.status_code >= 400
