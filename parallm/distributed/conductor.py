@@ -88,6 +88,7 @@ class Seat:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
+        self._folder = tempfile.TemporaryDirectory(prefix="parallm-")
 
     def place(self, settings: DistributedSettings) -> Place:
         """Return where this seat is."""
@@ -107,9 +108,9 @@ class Seat:
         if "OMP_NUM_THREADS" not in values:
             environment.pop("OMP_NUM_THREADS", None)  # Ray's: the cores that the actor has booked
         if hosts:
-            with tempfile.NamedTemporaryFile("w", prefix="parallm-hosts-", suffix=".json", delete=False) as file:
-                file.write(hosts)
-            environment["MLX_HOSTFILE"] = file.name
+            path = Path(self._folder.name) / "hosts.json"
+            path.write_text(hosts)
+            environment["MLX_HOSTFILE"] = str(path)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray's processes block some, and children inherit that
         self._process = subprocess.Popen(
             [sys.executable, *command],

@@ -12,6 +12,7 @@ import json
 import secrets
 import zlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -136,11 +137,11 @@ class LeadingEngine(Engine):
             super().reset_caches()
 
     def step(self, traffic: TrafficClass) -> None:
-        with self._sent("step", traffic):
+        with self._sent("step", traffic), self._channel.guarded("a step", Future()):
             super().step(traffic)
 
     def flush(self, traffic: TrafficClass) -> None:
-        with self._sent("flush", traffic):
+        with self._sent("flush", traffic), self._channel.guarded("the end of a step", Future()):
             super().flush(traffic)
 
     def fail(self, traffic: TrafficClass, error: Exception) -> None:
@@ -189,6 +190,7 @@ class FollowingEngine(Engine):
         async_scheduling: bool = False,
     ) -> None:
         """Adapters come from rank 0, and nobody here waits for events. Raises as `LeadingEngine`."""
+        self._channel = channel
         self._rank = channel.rank
         self._table = FollowedTable(AdapterTable())
         self._checksum = Checksum(lambda events: None)
@@ -222,7 +224,8 @@ class FollowingEngine(Engine):
             return
         self._check_last()
         try:
-            getattr(self, name)(*arguments)
+            with self._channel.guarded(f"a {name}", Future()):
+                getattr(self, name)(*arguments)
         except Exception as error:  # noqa: BLE001  # rank 0 has the same one, and says `fail` next
             self._error = error
 

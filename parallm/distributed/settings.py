@@ -59,7 +59,7 @@ class ServingSettings:
     backend: Literal["auto", "ring", "nccl", "jaccl"] = "auto"
     """Library that sums outputs of layers. `auto`: NCCL with MLX's CUDA build, else the launcher's, else TCP rings."""
     timeout_seconds: float = Field(default=600.0, gt=0)
-    """Longest wait for another process while they start."""
+    """Longest wait for another process, while they start or in a step; then all end with exit code 75."""
 
     @property
     def ranks(self) -> DistributedSettings:

@@ -67,6 +67,11 @@ def checked(config: ServeConfig) -> ServeConfig:
         )
     given = {} if config.model.adapter is None else {POLICY: f"model.adapter={config.model.adapter}"}
     check_given(config.server.adapters, given)
+    if config.distributed.tensor_parallel > 1 and config.server.reward_model is not None:
+        raise ConfigError(
+            f"server.reward_model={config.server.reward_model}: a base that is divided between devices scores no "
+            "texts; set distributed.tensor_parallel=1"
+        )
     return dataclasses.replace(config, model=resolve_model(config.model))
 
 
@@ -94,6 +99,11 @@ async def open_serving(
 
     The state of operators is kept below `folder`, if there is one. `tell` shows what takes long.
     """
+    if config.distributed.tensor_parallel > 1 and parts is WHOLE:
+        raise ConfigError(
+            f"distributed.tensor_parallel={config.distributed.tensor_parallel}: several processes divide a base; start "
+            "them by `python -m parallm.serve`"
+        )
     settings = RuntimeSettings(
         model=config.model,
         engine=config.engine,

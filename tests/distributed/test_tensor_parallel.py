@@ -1,5 +1,6 @@
 """A base that is divided between processes: the numbers of the whole one, over TCP rings, and a server of it."""
 
+import asyncio
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +21,14 @@ import numpy as np
 import pytest
 from mlx_lm.convert import convert
 
+from parallm.config.schema import ServeConfig
+from parallm.distributed.settings import ServingSettings
+from parallm.errors import ConfigError
 from parallm.model.adapters.files import write_peft
 from parallm.model.load import load_shared_model
 from parallm.model.settings import ModelSettings
+from parallm.run.serve import checked, open_serving
+from parallm.server.operation.http_server import Listener
 from tests import conftest
 from tests.distributed.conftest import ROOT, free_ports
 from tests.distributed.rank_logits import adapter_of, logits_of, weights_of
@@ -77,6 +84,22 @@ def test_logits_of_two_ranks_are_those_of_one(folders: Mapping[str, Path], tmp_p
         assert np.abs(logits["lora"] - logits["base"]).max() > 1  # what a wrong part of an adapter would change
         assert str(divided[f"{case} sha256"]) == whole.sha256
         assert int(divided[f"{case} bytes"]) * 2 == sum(layer.nbytes for layer in weights_of(whole))
+
+
+@pytest.fixture
+def config() -> ServeConfig:
+    return ServeConfig(distributed=ServingSettings(tensor_parallel=2))
+
+
+def test_a_reward_model_is_refused_beside_a_divided_base(config: ServeConfig) -> None:
+    with pytest.raises(ConfigError, match=r"server\.reward_model=judge: a base that is divided"):
+        checked(replace(config, server=replace(config.server, reward_model="judge")))
+
+
+def test_a_process_alone_does_not_divide_a_base(config: ServeConfig) -> None:
+    opened = open_serving(config, conftest.BLAS, Listener(keys=()), folder=None)
+    with pytest.raises(ConfigError, match=r"start them by `python -m parallm\.serve`"):
+        asyncio.run(opened.__aenter__())
 
 
 class Divided:
@@ -167,15 +190,18 @@ def test_a_divided_server_answers_as_a_whole_one_and_ends_well(
     answers = []
     for server in (one, two):
         server.wait_until_ready()
-        with ThreadPoolExecutor(12) as pool:
-            answers.append(list(pool.map(lambda place: server.complete(**greedy(place)), range(12))))  # noqa: B023
+        with ThreadPoolExecutor(6) as pool:
+            some = list(pool.map(lambda place: server.complete(**greedy(place)), range(6)))  # noqa: B023
+        many = server.complete(**greedy(1, n=8, max_tokens=200, ignore_eos=True))  # more than there is memory for
+        answers.append([*some, many, *(server.complete(**greedy(0)) for _ in range(2))])
         metrics = httpx.get(f"{server.url}/metrics").text
         assert figure(metrics, "vllm:num_preemptions_total") > 0, metrics
         assert figure(metrics, "vllm:prefix_cache_hits_total") > 0, metrics
     assert answers[0][0]["choices"][0]["text"] != answers[0][1]["choices"][0]["text"]
-    for ours, theirs in zip(*answers, strict=True):
-        assert ours["choices"][0]["text"] == theirs["choices"][0]["text"]
-        one_T, two_T = (answer["choices"][0]["logprobs"]["token_logprobs"] for answer in (ours, theirs))
+    choices = [[choice for answer in side for choice in answer["choices"]] for side in answers]
+    for ours, theirs in zip(*choices, strict=True):
+        assert ours["text"] == theirs["text"]
+        one_T, two_T = (choice["logprobs"]["token_logprobs"] for choice in (ours, theirs))
         np.testing.assert_allclose(two_T, one_T, atol=1e-4)
     refused = httpx.post(f"{two.url}/v1/embeddings", json={"model": "base", "input": "pears"})
     assert refused.status_code >= 400
@@ -207,6 +233,25 @@ def test_a_killed_rank_ends_the_server_with_a_reason(
     assert re.search(rf"rank {killed} is gone: its connection has ended", server.log)
     if killed == 1 and answers:
         assert "rank 1 is gone" in json.dumps(answers[0])
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_ends_the_server_after_the_time_limit(
+    serve: Callable[..., Divided], folders: Mapping[str, Path]
+) -> None:
+    keys = ("distributed.tensor_parallel=2", "distributed.timeout_seconds=20")
+    server = serve("two", f"model.path={folders['llama']}", *keys)
+    server.wait_until_ready()
+    stopped = server.rank(1)
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        with ThreadPoolExecutor(1) as pool, suppress(httpx.TransportError):
+            pool.submit(server.complete, **greedy(0)).result()
+        assert server.process.wait(LIMIT_SECONDS) != 0
+        assert "no answer in 20 seconds (distributed.timeout_seconds)" in server.log
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(stopped, signal.SIGCONT)
 
 
 def test_a_base_that_cannot_be_divided_is_refused_before_anything_is_served(

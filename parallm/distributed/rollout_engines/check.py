@@ -19,7 +19,9 @@ PROOF_TOKENS = 32
 MAX_MEAN = 5e-2
 """Mean difference of log-probs beyond which a server computes something else; the guard ends training there, too."""
 CLOSER = 4.0
-"""A version whose log-probs are closer by this factor is the one that has sampled."""
+"""A version whose log-probs are closer by this factor is the one that has sampled; by more where tokens are few."""
+MIN_TOKENS = 4
+"""Fewer tokens say nothing: noise may lie on another version's side."""
 MIN_MEAN = 1e-6
 """Mean difference below which the factor says nothing: two orders of summation differ by as much."""
 
@@ -114,13 +116,17 @@ def _logprobs(completion: Completion) -> np.ndarray:
 
 def disproof(parity: Parity, others: Mapping[str, Parity], model: str) -> str:
     """Return why `model` cannot have sampled what `parity` compares; empty if it can. `others`: under other models."""
+    num_tokens = parity.num_tokens
+    if num_tokens < MIN_TOKENS:
+        return ""
     closest = min(others, key=lambda other: others[other].mean_abs, default=None)
-    if closest is not None and parity.mean_abs > max(MIN_MEAN, CLOSER * others[closest].mean_abs):
+    factor = CLOSER * (1 + PROOF_TOKENS / num_tokens)
+    if closest is not None and parity.mean_abs > max(MIN_MEAN, factor * others[closest].mean_abs):
         return (
             f"its log-probs are those of {closest}, not of {model}: they differ by {others[closest].mean_abs:.2g} and "
             f"{parity.mean_abs:.2g} on average"
         )
-    if parity.mean_abs > MAX_MEAN:
+    if num_tokens >= PROOF_TOKENS and parity.mean_abs > MAX_MEAN:
         return (
             f"its log-probs of {model} differ from this process's by {parity.mean_abs:.2g} on average, above "
             f"{MAX_MEAN:g}; start it with the trainer's model.dtype"
