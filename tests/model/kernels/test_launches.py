@@ -129,11 +129,6 @@ def attend(
     q, k, v = arrays
     lengths = numbers % positions
     append_and_attend(q, k, v, pools[0], pools[1], numbers, lengths, scale=0.125, window=3, rotary=rotary)
-    pages, tables = (
-        mx.zeros((9, pools[0].shape[1], PAGE, pools[0].shape[3]), dtype),
-        mx.zeros((len(numbers), 4), mx.int32),
-    )
-    append_and_attend(q, k, v, pages, pages, tables, lengths, scale=0.125, window=3, rotary=rotary)
 
 
 def attend_pages_of_rows(
