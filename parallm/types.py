@@ -357,6 +357,8 @@ class TaskSpec:
     """Texts to put before a text, by name."""
     default_prompt: str | None = None
     """Name of the prompt of texts that come without one."""
+    max_tokens: int | None = None
+    """Tokens of a text that the model was trained for, if fewer than its positions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

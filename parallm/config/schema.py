@@ -286,6 +286,8 @@ def check_choices(config: RunConfig) -> None:
     objective, source, wrong = resolve_objective(config.learner), config.rollout.source, [*wrong_evaluation(config)]
     if source != "environment" and not config.server.enabled:
         wrong.append(f"rollout.source={source} learns from requests: it needs server.enabled=true")
+    if config.tasks != TaskSettings() and not config.server.enabled:
+        wrong.append("tasks.*: keys for requests over HTTP; set server.enabled=true, or leave them out")
     if source != "environment" and config.learner.data is not None:
         wrong.append(f"rollout.source={source} learns from requests: leave learner.data out, or rollout.source")
     if source == "atropos" and objective.needs_base and objective.kl_placement == "reward":

@@ -63,6 +63,11 @@ class DeviceThread:
     def is_alive(self) -> bool:
         return self._thread.is_alive() and not self._stopping
 
+    @property
+    def is_serving(self) -> bool:
+        """Whether requests of clients run or wait."""
+        return self._worker is not None and self._worker.has_work("serving")
+
     def attach(self, worker: Worker) -> None:
         """Step this engine whenever it has work."""
         self._worker = worker

@@ -88,9 +88,11 @@ class Collective:
         if (use := first_use()) is not None:
             use.join()
         try:
+            # a ring gives up on a rank that comes 31 s later, which a busy machine needs to import MLX
+            self._channel.gather("the group", b"").result()
             group = mx.distributed.init(strict=True, backend=backend)
             assert (group.rank(), group.size()) == (self.rank, self.size), "another group than that of the channel"
-        except (RuntimeError, ValueError, AssertionError) as error:
+        except (RuntimeError, ValueError, AssertionError, ExchangeFailed) as error:
             self._channel.fail(f"rank {self.rank} cannot join the group of {backend}: {error}")
             return
         # a stream of its own: ring and jaccl would otherwise queue in front of all that computes on a CPU

@@ -155,7 +155,8 @@ class Shared(Single):
     def recorder(self, folder: Path, settings: MetricsSettings, config: Mapping[str, Any]) -> RunRecorder:
         if not self.is_leader:
             return QuietRecorder(folder, settings, config)
-        return SharedRecorder(folder, settings, config, self._exchange.take_seconds)
+        take = self._exchange.take_seconds
+        return SharedRecorder(folder, settings, config, take, has_failed=lambda: self._exchange.failure is not None)
 
     async def largest(self, number: int) -> int:
         return max(value for value, *_ in await self._gather([number]))

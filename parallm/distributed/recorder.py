@@ -23,13 +23,23 @@ class SharedRecorder(RunRecorder):
         settings: MetricsSettings,
         config: Mapping[str, Any],
         take_figures: Callable[[], Mapping[str, float]],
+        *,
+        has_failed: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`take_figures` returns the figures since its last call, under flat names."""
+        """`take_figures` returns the figures since its last call, under flat names.
+
+        `has_failed`: whether other processes are lost, so that the run goes on in new ones once this one has ended.
+        """
         super().__init__(folder, settings, config)
+        self._has_failed = has_failed
         self._take_figures = take_figures
 
     def step(self, metrics: StepMetrics, groups: Sequence[TrajectoryGroup] = ()) -> None:
         super().step(replace(metrics, source={**metrics.source, **self._take_figures()}), groups)
+
+    def _draw(self, summary: RunSummary, title: str) -> None:
+        if not self._has_failed():  # the import of matplotlib alone takes a second
+            super()._draw(summary, title)
 
 
 class QuietRecorder(RunRecorder):

@@ -21,7 +21,7 @@ from parallm.learner.loss.objective import resolve_objective
 from parallm.learner.optimizer import learning_rate
 from parallm.learner.passes.batch import MicroBatch, make_micro_batches
 from parallm.learner.passes.gradient import LoraWeights, PassResult, PolicyGradient, TokenStatistics
-from parallm.learner.passes.lm_head import run_stages
+from parallm.learner.passes.lm_head import Stages, run_stages
 from parallm.learner.passes.packing import takes_rows
 from parallm.learner.passes.scoring import ScoredStep, TokenLoss, score_step, token_losses
 from parallm.learner.settings import LearnerSettings
@@ -32,6 +32,7 @@ from parallm.reports import ParityReport, RatioReport, UpdateReport
 from parallm.types import TrajectoryGroup
 
 Built = TypeVar("Built")
+LAST_PARTS = 2
 Unit = Future[Any] | None
 """What an update yields after a unit of work: None, or a future that it waits for (see `DeviceThread.iterate`)."""
 
@@ -94,7 +95,12 @@ class Round:
 
         The latter keeps the device busy while MLX traverses the whole backward.
         """
-        run_stages([*self.result.stages, self.result.first])
+        run_stages([*self.result.stages, self.result.backward[0]])
+
+    def parts(self) -> Stages:
+        """What is evaluated one by one while others wait for the device. The rest of the backward takes as long as the
+        next round takes to build."""
+        return [*self.result.parts, *self.result.backward[:-LAST_PARTS]]
 
     def queue_backward(self) -> None:
         """Queue the rest of the backward. Returns when the device has nearly finished."""
@@ -132,8 +138,11 @@ class Learner(AdapterLearner):
         start: Adapter,
         total_steps: int,
         seed: int,
+        is_waited_for: Callable[[], bool] = lambda: False,
     ) -> None:
+        """`is_waited_for`: whether answers stream meanwhile, which a pass must not hold up."""
         super().__init__(model, streams, settings, start=start, total_steps=total_steps, seed=seed)
+        self._is_waited_for = is_waited_for
         self._objective = resolve_objective(settings)
         self._builder = GraphBuilder(streams.handles[0])
         self._takes_rows = takes_rows(model)
@@ -223,7 +232,8 @@ class Learner(AdapterLearner):
     ) -> Generator[None, None, tuple[Last | None, float]]:
         """Evaluate `rounds`, each while the next one is built, and what `finish` builds of the last; `add` gets each.
 
-        Yields after each. Returns the last result, None without a round, and the device seconds.
+        Yields after each, and within each while answers stream. Returns the last result, None without a round, and the
+        device seconds.
         """
 
         def build(current: Round) -> tuple[Round | None, Last | None]:
@@ -235,11 +245,18 @@ class Learner(AdapterLearner):
         following = next(rounds, None)
         while following is not None:
             current = following
+            for part in current.parts():
+                if not self._is_waited_for():
+                    break
+                mx.eval(part)
+                seconds += time.perf_counter() - began
+                yield None
+                began = time.perf_counter()
             current.queue_head()
             following, last = self._builder.build_during(partial(build, current), current.queue_backward)
             if last is not None:
                 mx.async_eval(last.all_arrays())
-            elif following is not None and on_cuda():
+            elif following is not None and on_cuda() and not self._is_waited_for():
                 following.queue_trunk()
             add(current)
             seconds += time.perf_counter() - began

@@ -92,13 +92,16 @@ class RunRecorder:
         )
         figures = summary.figures(prefix)
         self._write_summary(summary, figures, device)
-        try:
-            draw_curves(summary.steps, summary.evaluations, file=self.folder / "curves.png", title=title or prefix)
-        except (OSError, ImportError, RuntimeError, ValueError) as error:
-            logger.warning("cannot draw %s: %s", self.folder / "curves.png", error)
+        self._draw(summary, title or prefix)
         if self._wandb is not None:
             self._wandb.finish(figures)
         return summary
+
+    def _draw(self, summary: RunSummary, title: str) -> None:
+        try:
+            draw_curves(summary.steps, summary.evaluations, file=self.folder / "curves.png", title=title)
+        except (OSError, ImportError, RuntimeError, ValueError) as error:
+            logger.warning("cannot draw %s: %s", self.folder / "curves.png", error)
 
     def _write_summary(self, summary: RunSummary, figures: Mapping[str, float | None], device: str) -> None:
         content = {

@@ -14,6 +14,7 @@ from parallm.errors import ModelError
 from parallm.types import Activation, Pooling, Task, TaskSpec
 
 MODULES = "modules.json"
+SENTENCES = "config_sentence_transformers.json"
 MAX_BYTES = 1024 * 1024
 POOLING_KEYS: Mapping[str, Pooling] = {
     "pooling_mode_cls_token": "cls",
@@ -48,27 +49,34 @@ def read_task_spec(folder: Path) -> TaskSpec | None:
     if kinds == ["Transformer"] and is_classifier:
         return _classifier_spec(folder)
     if kinds == ["Transformer", "LogitScore"]:
-        return _answer_spec(_module(folder, modules[1]))
+        return _answer_spec(_module(folder, modules[1]), _optional(folder / SENTENCES))
     if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
         raise ModelError(
             f"{MODULES} chains {' -> '.join(kinds)[:200]}, and only Transformer -> Pooling (-> Normalize) and "
             "Transformer -> LogitScore are known here"
         )
-    config_file = folder / "config_sentence_transformers.json"
-    config = _object(config_file) if config_file.is_file() else {}
+    return _embed_spec(folder, _module(folder, modules[1]), normalizes=len(kinds) == 3)
+
+
+def _embed_spec(folder: Path, pooling: Mapping[str, Any], *, normalizes: bool) -> TaskSpec:
+    """The spec of a folder that makes vectors; `pooling` is the config of its Pooling. Raises ModelError."""
+    config = _optional(folder / SENTENCES)
     prompts = {str(name): str(text) for name, text in (config.get("prompts") or {}).items()}
     default = config.get("default_prompt_name")
     if default is not None and default not in prompts:
-        raise ModelError(f"{config_file.name} has no prompt {str(default)[:100]!r}, its default_prompt_name")
-    pooling = _module(folder, modules[1])
+        raise ModelError(f"{SENTENCES} has no prompt {str(default)[:100]!r}, its default_prompt_name")
+    limits = _optional(folder / "sentence_bert_config.json")
+    if limits.get("do_lower_case"):
+        raise ModelError("sentence_bert_config.json: do_lower_case changes texts, which is not known here")
     if pooling.get("include_prompt") is False and any(prompts.values()):
         raise ModelError(f"{MODULES}: include_prompt=false leaves prompts out of the pooling, which is not known here")
     return TaskSpec(
         pooling=_pooling(pooling),
-        normalizes=len(kinds) == 3,
+        normalizes=normalizes,
         dimensions=() if prompts.get("query") == QWEN3_QUERY else _dimensions(folder),
         prompts=prompts,
         default_prompt=default,
+        max_tokens=limits.get("max_seq_length"),
         source=MODULES,
     )
 
@@ -117,8 +125,7 @@ def check_attention(folder: Path) -> None:
 
 def adds_end_token(folder: Path) -> bool:
     """Whether tokenizer_config.json asks for an end token, which transformers itself has stopped to add."""
-    file = folder / "tokenizer_config.json"
-    return file.is_file() and _object(file).get("add_eos_token") is True
+    return _optional(folder / "tokenizer_config.json").get("add_eos_token") is True
 
 
 def to_json(spec: TaskSpec) -> str:
@@ -145,28 +152,34 @@ def _is_classifier(config: Mapping[str, Any]) -> bool:
 
 def _classifier_spec(folder: Path) -> TaskSpec:
     config = _object(folder / "config.json")
-    return head_spec(len(config.get("id2label") or "01"), config)  # transformers leaves two labels out
+    spec = head_spec(len(config.get("id2label") or "01"), config)  # transformers leaves two labels out
+    named = _optional(folder / SENTENCES).get("activation_fn")
+    return spec if named is None else dataclasses.replace(spec, activation=_known_activation(named, SENTENCES))
 
 
-def _answer_spec(config: Mapping[str, Any]) -> TaskSpec:
+def _answer_spec(config: Mapping[str, Any], sentences: Mapping[str, Any]) -> TaskSpec:
     """The spec of sentence-transformers' module LogitScore. Its text comes from settings."""
+    named = sentences.get("activation_fn")
+    activation = "sigmoid" if named is None else _known_activation(named, SENTENCES)
     ids = [config.get("true_token_id"), config.get("false_token_id")]
     answers = tuple(token for token in ids if token is not None)
     if not answers or ids[0] is None or not all(type(token) is int for token in answers):
         raise ModelError(f"{MODULES}: its LogitScore should have a true_token_id, perhaps a false_token_id")
-    return TaskSpec(task="score", pooling=("last",), activation="sigmoid", answers=answers, source=MODULES)
+    return TaskSpec(task="score", pooling=("last",), activation=activation, answers=answers, source=MODULES)
 
 
 def _activation(config: Mapping[str, Any]) -> Activation | None:
     """The activation that a cross-encoder's config names."""
     own = config.get("sentence_transformers")
     named = own.get("activation_fn") if isinstance(own, dict) else config.get("sbert_ce_default_activation_function")
-    if named is None:
-        return None
+    return None if named is None else _known_activation(named, "config.json")
+
+
+def _known_activation(named: object, file: str) -> Activation:
     known: Mapping[str, Activation] = {"Sigmoid": "sigmoid", "Identity": "none", "Softmax": "softmax"}
     kind = str(named).rpartition(".")[2]
     if kind not in known:
-        raise ModelError(f"config.json: the activation {str(named)[:100]!r} is not known here; there are {[*known]}")
+        raise ModelError(f"{file}: the activation {str(named)[:100]!r} is not known here; there are {[*known]}")
     return known[kind]
 
 
@@ -201,8 +214,7 @@ def _check_pooling(names: Sequence[str]) -> tuple[Pooling, ...]:
 
 
 def _dimensions(folder: Path) -> tuple[int, ...] | None:
-    file = folder / "config.json"
-    config = _object(file) if file.is_file() else {}
+    config = _optional(folder / "config.json")
     if sizes := config.get("matryoshka_dimensions"):
         return tuple(sorted(int(size) for size in sizes))
     return () if config.get("is_matryoshka") else None
@@ -213,6 +225,10 @@ def _object(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ModelError(f"{path.name} should be a JSON object")
     return value
+
+
+def _optional(path: Path) -> dict[str, Any]:
+    return _object(path) if path.is_file() else {}
 
 
 def _read(path: Path) -> Any:

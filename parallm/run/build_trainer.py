@@ -144,7 +144,14 @@ async def _trainer_context(
     if kind == "rollouts" or (kind != "reward_model" and data.splits.test):
         _check_context(config, runtime)
     steps, rollout, seed = config.trainer.steps, config.rollout, config.seed
-    make_learner = partial(parts.learner, runtime.model, runtime.streams, config.learner, start=runtime.start)
+    make_learner = partial(
+        parts.learner,
+        runtime.model,
+        runtime.streams,
+        config.learner,
+        start=runtime.start,
+        is_waited_for=lambda: runtime.device.is_serving,
+    )
     learner = await on_device(runtime.device, partial(make_learner, total_steps=steps, seed=seed))
     fingerprint = await on_device(runtime.device, partial(fingerprint_of, runtime.model, runtime.start))
     facts = RunFacts(

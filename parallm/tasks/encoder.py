@@ -234,18 +234,19 @@ def _score_spec(folder: Path, settings: TaskSettings, tokenizer: ChatTokenizer) 
     family, found = family_of(settings.score_template), read_task_spec(folder)
     prompts = {INSTRUCTION_PROMPT: family.instruction} if family.instruction else {}
     source = f"tasks.score_template={settings.score_template}"[:100]
-    if found is not None and found.task != "embed" and not found.answers:
+    if found is not None and found.task != "embed":
+        if found.answers and settings.score_tokens:
+            raise ModelError(f"{found.source} names the tokens of the answer; leave tasks.score_tokens out")
         return replace(found, template=family.template, prompts=prompts, source=source)
-    words = settings.score_tokens or (() if found is not None and found.answers else family.answers)
-    if len(words) > 2 or not (words or (found is not None and found.answers)):
+    words = settings.score_tokens or family.answers
+    if not 0 < len(words) <= 2:
         raise ModelError("tasks.score_tokens should be one or two words, such as [yes, no]")
-    answers = tuple(_answer(word, tokenizer) for word in words) or (found.answers if found is not None else ())
     return TaskSpec(
         task="score",
         pooling=("last",),
         activation="sigmoid",
         labels=words[:1],
-        answers=answers,
+        answers=tuple(_answer(word, tokenizer) for word in words),
         template=family.template,
         prompts=prompts,
         normalizes=False,

@@ -156,13 +156,16 @@ def evaluations(run: Path) -> list[dict[str, Any]]:
 class Server:
     """A command of ours that serves HTTP on a port of its own: started, killed and started again in one folder."""
 
-    def __init__(self, program: str, overrides: Sequence[str], folder: Path) -> None:
-        """`program` is a module or a file."""
+    def __init__(
+        self, program: str, overrides: Sequence[str], folder: Path, variables: Mapping[str, str] | None = None
+    ) -> None:
+        """`program` is a module or a file; `variables` are set beside ours."""
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         self.log = folder / f"{Path(program).name}.log"
         name = [program] if program.endswith(".py") else ["-m", program]
         self._command = [sys.executable, *name, f"server.port={port}", "metrics.display=lines", *overrides]
+        self._variables = variables or {}
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -177,7 +180,11 @@ class Server:
     def spawn(self) -> None:
         with self.log.open("ab") as output:
             self._process = subprocess.Popen(
-                self._command, cwd=self.log.parent, env=clean_environment(), stdout=output, stderr=output
+                self._command,
+                cwd=self.log.parent,
+                env=clean_environment() | self._variables,
+                stdout=output,
+                stderr=output,
             )
 
     def wait(self) -> None:
@@ -230,9 +237,11 @@ class Server:
 
 
 @contextmanager
-def running(program: str, overrides: Sequence[str], folder: Path) -> Iterator[Server]:
+def running(
+    program: str, overrides: Sequence[str], folder: Path, variables: Mapping[str, str] | None = None
+) -> Iterator[Server]:
     """A server from its first answer to its end. Raises RuntimeError if it ends by itself."""
-    server = Server(program, overrides, folder)
+    server = Server(program, overrides, folder, variables)
     server.spawn()
     try:
         server.wait()

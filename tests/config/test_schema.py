@@ -197,6 +197,13 @@ def test_what_several_workers_cannot_do_is_refused(overrides: tuple[str, ...]) -
     assert config_of("distributed=mlx", "distributed.workers=2", "learner.preset=gspo").distributed.workers == 2
 
 
+@pytest.mark.parametrize("key", ["tasks.pooling=mean", "tasks.score_template=qwen3_reranker", "tasks.matryoshka=true"])
+def test_keys_of_requests_are_refused_without_a_server(key: str) -> None:
+    (line,) = complaint_about("server=off", key)
+    assert line == "tasks.*: keys for requests over HTTP; set server.enabled=true, or leave them out"
+    assert config_of(key).server.enabled
+
+
 def test_more_k_than_samples_are_refused() -> None:
     (line,) = complaint_about("trainer.evaluate_samples=4", "trainer.evaluate_k=[1,8]")
     assert line.startswith("trainer: evaluate_k=[1, 8] needs as many samples as its largest number; raise evaluate_")

@@ -212,7 +212,10 @@ def test_a_worker_prepares_while_it_has_no_work(device: DeviceThread) -> None:
         time.sleep(0.001)
     assert worker.done == ["prepared"] * 3
     worker.num_unprepared = 10**9
+    known = [device.is_serving]
     worker.units["serving"] = 5
+    known.append(device.is_serving)
+    assert known == [False, True]
     device.wake()
     while worker.units["serving"] and time.monotonic() < deadline:
         time.sleep(0.001)

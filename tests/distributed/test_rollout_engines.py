@@ -200,9 +200,9 @@ def test_every_lie_about_a_completion_is_named(changes: dict[str, Any], said: st
     assert said in fault_of(SAMPLED.model_copy(update=changes), request(), DIGESTS, 10)
 
 
-def parity(mean: float) -> Parity:
+def parity(mean: float, num_tokens: int = 40) -> Parity:
     made = Parity()
-    made.add(np.full(40, mean))
+    made.add(np.full(num_tokens, mean))
     return made
 
 
@@ -211,6 +211,10 @@ def test_log_probs_of_another_version_are_found_and_noise_is_not() -> None:
     assert "above 0.05" in disproof(parity(0.06), {"policy@2": parity(0.06)}, "policy@3")
     assert disproof(parity(5e-3), {"policy@2": parity(4e-3)}, "policy@3") == ""
     assert disproof(parity(0), {"policy@2": parity(0)}, "policy@3") == ""
+    few = {
+        number: disproof(parity(1e-3, number), {"policy@2": parity(1e-4, number)}, "policy@3") for number in (1, 4, 40)
+    }
+    assert [bool(found) for found in few.values()] == [False, False, True]
 
 
 def test_sampling_that_the_protocol_has_no_field_for_is_refused() -> None:
@@ -338,7 +342,7 @@ def test_another_run_waits_until_the_trainer_has_left_and_its_versions_begin_ane
     async def main() -> None:
         await host.join(facts(model), is_paused=False)
         await host.receive("first", 7, contents[0])
-        with pytest.raises(Unavailable, match="samples policy for node:run; stop that run"):
+        with pytest.raises(EngineFull, match="samples policy for node:run; stop that run"):
             await host.join(other, is_paused=False)
         host.leave("first")
         host._table.acquire(old)

@@ -103,7 +103,7 @@ def test_the_command_starts_the_workers_and_ends_with_their_exit_code(tmp_path: 
 
 
 def wait_for_version(group: Workers, version: int) -> None:
-    deadline = time.monotonic() + 40
+    deadline = time.monotonic() + 120
     while True:
         try:
             if group.digests().get(version) is not None:

@@ -129,6 +129,25 @@ def test_an_update_can_be_interrupted_between_its_micro_batches(
 
 
 @pytest.mark.cpu
+@pytest.mark.parametrize("checkpoint_layers", ["none", "all"])
+def test_a_pass_that_answers_wait_for_is_computed_in_parts_and_gives_the_same(
+    make_learner: MakeLearner, groups: list[TrajectoryGroup], checkpoint_layers: str
+) -> None:
+    arrays, counts = [], []
+    for waits in ([], [True] * 1000, [True, True, False, True]):
+        waiting = iter(waits)
+        learner = make_learner(checkpoint_layers=checkpoint_layers, micro_batch_tokens=16)
+        learner._is_waited_for = lambda waiting=waiting: next(waiting, False)  # type: ignore[misc]
+        counts.append(len(list(learner.update(groups, step=0, max_tokens=40))))
+        arrays.append(learner.adapter.arrays)
+    for name, array in arrays[0].items():
+        assert mx.array_equal(array, arrays[1][name]).item()
+        assert mx.array_equal(array, arrays[2][name]).item()
+    rounds = counts[0] - 1
+    assert counts[1] >= rounds * 5
+    assert counts[0] < counts[2] < counts[1]
+
+
 def test_a_policy_that_gives_the_sampled_log_probs_is_exactly_on_policy(
     make_learner: MakeLearner, groups: list[TrajectoryGroup], monkeypatch: pytest.MonkeyPatch
 ) -> None:

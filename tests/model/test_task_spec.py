@@ -133,3 +133,77 @@ def test_a_spec_comes_back_from_the_metadata_of_a_file() -> None:
     for broken in ("{}", "[", '{"task": "score"}', to_json(spec).replace("mean", "attention")):
         with pytest.raises(ModelError):
             from_json(broken)
+
+
+def test_the_length_that_a_model_was_trained_for_is_read(tmp_path: Path) -> None:
+    write(tmp_path)
+    (tmp_path / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 256, "do_lower_case": False}))
+    found = read_task_spec(tmp_path)
+    assert found is not None
+    assert found.max_tokens == 256
+    (tmp_path / "sentence_bert_config.json").write_text(json.dumps({"do_lower_case": True}))
+    with pytest.raises(ModelError, match="do_lower_case"):
+        read_task_spec(tmp_path)
+
+
+BERT = {"model_type": "bert", "architectures": ["BertForSequenceClassification"]}
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (BERT, ("classify", ("cls",), "softmax", ("LABEL_0", "LABEL_1"))),
+        (BERT | {"id2label": {"0": "LABEL_0"}}, ("score", ("cls",), "sigmoid", ("LABEL_0",))),
+        (BERT | {"id2label": {"1": "b", "0": "a"}}, ("classify", ("cls",), "softmax", ("a", "b"))),
+        (
+            BERT | {"problem_type": "multi_label_classification"},
+            ("classify", ("cls",), "sigmoid", ("LABEL_0", "LABEL_1")),
+        ),
+        (
+            BERT | {"id2label": {"0": "a"}, "sbert_ce_default_activation_function": "torch.nn.modules.linear.Identity"},
+            ("score", ("cls",), "none", ("a",)),
+        ),
+        (
+            {"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]},
+            ("classify", ("last",), "softmax", ("LABEL_0", "LABEL_1")),
+        ),
+        (
+            BERT | {"model_type": "modernbert", "classifier_pooling": "mean"},
+            ("classify", ("mean",), "softmax", ("LABEL_0", "LABEL_1")),
+        ),
+    ],
+)
+def test_heads_of_folders_are_read(tmp_path: Path, config: dict[str, Any], expected: tuple[object, ...]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = read_task_spec(tmp_path)
+    assert found is not None
+    assert (found.task, found.pooling, found.activation, found.labels) == expected
+    assert from_json(to_json(found)) == found
+
+
+def test_an_activation_that_is_not_known_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(BERT))
+    (tmp_path / "config_sentence_transformers.json").write_text(json.dumps({"activation_fn": "torch.nn.GELU"}))
+    with pytest.raises(ModelError, match=r"config_sentence_transformers\.json: the activation 'torch\.nn\.GELU'"):
+        read_task_spec(tmp_path)
+
+
+def test_the_answers_of_a_language_model_are_read(tmp_path: Path) -> None:
+    write(tmp_path, chain=("Transformer", "LogitScore"))
+    (tmp_path / "1_LogitScore").mkdir()
+    answers = tmp_path / "1_LogitScore/config.json"
+    answers.write_text(json.dumps({"true_token_id": 9693, "false_token_id": 2152}))
+    found = read_task_spec(tmp_path)
+    assert found is not None
+    assert (found.task, found.pooling, found.activation, found.answers) == ("score", ("last",), "sigmoid", (9693, 2152))
+    answers.write_text(json.dumps({"false_token_id": 2152}))
+    with pytest.raises(ModelError, match="true_token_id"):
+        read_task_spec(tmp_path)
+
+
+def test_older_metadata_of_adapters_is_read() -> None:
+    old = {"task": "embed", "pooling": ["last"], "source": "modules.json", "normalizes": True, "dimensions": [16, 32]}
+    found = from_json(json.dumps(old | {"prompts": {}, "default_prompt": None}))
+    assert found == TaskSpec(pooling=("last",), source="modules.json", dimensions=(16, 32))
+    with pytest.raises(ModelError, match="'rank'"):
+        from_json(json.dumps(old | {"task": "rank"}))

@@ -107,7 +107,7 @@ class Run:
             victim = source.choice(sorted(workers))
             phase = source.choice(PHASES)
             if not self._wait_for(phase, workers, victim, source):
-                return
+                continue  # the run is over, or the gang has ended by itself, which `check` finds
             self._kills.append(time.time())
             os.kill(workers[victim], signal.SIGKILL)
             for process in workers.values():
@@ -136,7 +136,7 @@ class Run:
     def end(self) -> None:
         """Wait for the end, which must be a good one."""
         try:
-            assert self._process.wait(LIMIT_SECONDS) == 0, self._output.read_text()[-3000:]
+            assert self._process.wait(5 * LIMIT_SECONDS) == 0, self._output.read_text()[-3000:]
         finally:
             self._process.terminate()
 

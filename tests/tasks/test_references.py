@@ -1,8 +1,10 @@
 """Vectors, scores and labels of tiny folders against the numbers of transformers and sentence-transformers."""
 
 import asyncio
+import json
+import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 
 from parallm.device.streams import DeviceStreams
+from parallm.errors import ContextTooLong, InvalidRequest, Unavailable
 from parallm.model.encoders import bert, modernbert
 from parallm.model.load import load_shared_model
 from parallm.model.settings import LoraSettings, ModelSettings
@@ -19,6 +22,7 @@ from parallm.model.shared_model import SharedModel
 from parallm.tasks.encoder import Encoder
 from parallm.tasks.settings import TaskSettings
 from parallm.types import EncodeRequest
+from tests.conftest import BLAS
 from tests.tasks.conftest import Row, build_encoder, encode
 from tests.tasks.tiny_folders import NAMES, read, write_folder
 
@@ -209,3 +213,89 @@ def test_a_score_is_the_softmax_of_two_columns(open_tiny: Open) -> None:
     logits_TV = tiny.model.base(mx.array([row]), cache=tiny.model.make_cache())[0, ...]
     both = np.array(mx.softmax(logits_TV[-1][mx.array(spec.answers)].astype(mx.float32)))
     assert encode(tiny.encoder, [row])[0, 0] == pytest.approx(both[0], abs=1e-6)
+
+
+QWEN = "qwen3_reranker"
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        (TaskSettings(score_template="qwen4"), "qwen3_reranker, mxbai_rerank_v2"),
+        (TaskSettings(score_template="{document} {query}", score_tokens=("yes",)), "should come after"),
+        (TaskSettings(score_template="{query} {document}"), "one or two words"),
+        (TaskSettings(score_template="{query} {document}", score_tokens=("yes", "big cat")), "'big cat' has 2 tokens"),
+        (TaskSettings(score_tokens=("yes", "no")), "set tasks.score_template"),
+        (TaskSettings(score_template=QWEN, pooling="mean"), "set one of the two"),
+        (TaskSettings(), "tasks.pooling=last or mean"),
+    ],
+)
+def test_a_text_of_pairs_that_says_nothing_is_refused_with_what_would(
+    open_tiny: Open, settings: TaskSettings, named: str
+) -> None:
+    with pytest.raises(Unavailable, match=re.escape(named)):
+        open_tiny(QWEN, settings).encoder.spec("base")
+
+
+def test_answers_without_a_text_are_refused(open_tiny: Open, tmp_path: Path) -> None:
+    yes, no = open_tiny(QWEN, ASKS).encoder.spec("base").answers
+    folder = tmp_path / QWEN
+    chain = [{"path": "", "type": "a.Transformer"}, {"path": "1_LogitScore", "type": "a.LogitScore"}]
+    (folder / "modules.json").write_text(json.dumps(chain))
+    (folder / "1_LogitScore").mkdir()
+    (folder / "1_LogitScore/config.json").write_text(json.dumps({"true_token_id": yes, "false_token_id": no}))
+    with pytest.raises(Unavailable, match=r"set tasks\.score_template to qwen3_reranker or"):
+        open_tiny(QWEN).encoder.spec("base")
+    tiny = open_tiny(QWEN, ASKS)
+    assert error(score(tiny), tiny.reference["scores"]) <= MAX_ERROR
+
+
+def test_only_the_document_of_a_pair_is_cut(open_tiny: Open) -> None:
+    tiny = open_tiny(QWEN, ASKS)
+    spec, tokenizer = tiny.encoder.spec("base"), tiny.model.tokenizer
+    (whole, first), (short, _) = tiny.encoder.encode_pairs(spec, "what runs", ["the cat " * 30, "fish"], limit=200)
+    after = len(short) - first - 1
+    ((cut, _),) = tiny.encoder.encode_pairs(spec, "what runs", ["the cat " * 30], limit=first + after + 3, cuts=True)
+    assert cut == (*whole[: first + 3], *whole[len(whole) - after :])
+    ((cut, _),) = tiny.encoder.encode_pairs(spec, "what runs", ["the cat " * 30], limit=200, document_limit=2)
+    assert cut == (*whole[: first + 2], *whole[len(whole) - after :])
+    with pytest.raises(ContextTooLong, match="truncate_prompt_tokens=-1") as too_long:
+        tiny.encoder.encode_pairs(spec, "what runs", ["the cat " * 30], limit=first + after + 3)
+    assert too_long.value.parameter == "documents"
+    with pytest.raises(ContextTooLong, match="shorten the query") as too_long:
+        tiny.encoder.encode_pairs(spec, "what runs " * 20, ["fish"], limit=first, cuts=True)
+    assert too_long.value.parameter == "query"
+    assert tokenizer.encode_more("fish")[0] in short
+
+
+def test_texts_of_a_pair_cannot_write_the_template(open_tiny: Open) -> None:
+    tiny = open_tiny(QWEN, ASKS)
+    spec, end = tiny.encoder.spec("base"), tiny.model.tokenizer.encode_more("<|im_end|>")[0]
+    ((row, _),) = tiny.encoder.encode_pairs(spec, "{document} <|im_end|>", ["a <|im_end|>"], limit=400)
+    assert row.count(end) == 2, "those of the template"
+    ((other, _),) = tiny.encoder.encode_pairs(spec, "what", ["a {query}"], limit=400)
+    assert other.count(tiny.model.tokenizer.encode_more("what")[0]) == 1
+
+
+def test_an_instruction_replaces_that_of_the_family(open_tiny: Open) -> None:
+    tiny = open_tiny(QWEN, ASKS)
+    spec = tiny.encoder.spec("base")
+    ((usual, _),) = tiny.encoder.encode_pairs(spec, "fish", ["a"], limit=400)
+    ((other, _),) = tiny.encoder.encode_pairs(spec, "fish", ["a"], instruction="small cat", limit=400)
+    assert usual != other
+    plain = replace(spec, template="{query} {document}")
+    with pytest.raises(InvalidRequest, match="no place for an instruction"):
+        tiny.encoder.encode_pairs(plain, "fish", ["a"], instruction="small cat", limit=400)
+
+
+@pytest.mark.parametrize("unit_tokens", [64, 4096])
+def test_a_scored_pair_alone_is_the_pair_among_33(open_tiny: Open, unit_tokens: int) -> None:
+    """With what all begin with computed once; alone it is computed as a whole."""
+    tiny, chance = open_tiny(QWEN, ASKS, unit_tokens=unit_tokens), np.random.RandomState(3)
+    spec = tiny.encoder.spec("base")
+    words, sizes = ["cat", "dog", "fish", "tree"], chance.randint(1, 40, size=33)
+    texts = [" ".join(chance.choice(words, size=size)) for size in sizes]
+    rows = [row for row, _ in tiny.encoder.encode_pairs(spec, "what runs", texts, limit=400)]
+    together = encode(tiny.encoder, rows, activates=False)
+    alone = np.concatenate([encode(tiny.encoder, [row], activates=False) for row in rows])
+    assert together == pytest.approx(alone, abs=0.0 if BLAS.strict else MAX_ERROR)

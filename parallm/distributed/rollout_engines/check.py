@@ -19,7 +19,9 @@ PROOF_TOKENS = 32
 MAX_MEAN = 5e-2
 """Mean difference of log-probs beyond which a server computes something else; the guard ends training there, too."""
 CLOSER = 4.0
-"""A version whose log-probs are closer by this factor is the one that has sampled."""
+"""A version whose log-probs are closer by this factor is the one that has sampled; by more where tokens are few."""
+MIN_TOKENS = 4
+"""Fewer tokens say nothing: noise may lie on another version's side."""
 MIN_MEAN = 1e-6
 """Mean difference below which the factor says nothing: two orders of summation differ by as much."""
 
@@ -81,8 +83,9 @@ class Parity:
 class Rescorer:
     """Computes log-probs of sampled tokens with the trainer's own model, as those of a prompt."""
 
-    def __init__(self, generate_all: GenerateAll) -> None:
+    def __init__(self, generate_all: GenerateAll, policy: str) -> None:
         self._generate_all = generate_all
+        self._policy = policy
         self._numbers = itertools.count()
 
     async def differences(
@@ -92,7 +95,7 @@ class Rescorer:
         start = len(request.prompt_tokens)
         requests = [
             GenerationRequest(
-                request_id=f"check-{next(self._numbers)}-{model}",
+                request_id=f"check-{self._policy}-{next(self._numbers)}",
                 prompt_tokens=(*request.prompt_tokens, *sampled.tokens),
                 sampling=SamplingParams(max_tokens=0, temperature=request.sampling.temperature, prompt_logprobs=0),
                 model=model,
@@ -113,13 +116,17 @@ def _logprobs(completion: Completion) -> np.ndarray:
 
 def disproof(parity: Parity, others: Mapping[str, Parity], model: str) -> str:
     """Return why `model` cannot have sampled what `parity` compares; empty if it can. `others`: under other models."""
+    num_tokens = parity.num_tokens
+    if num_tokens < MIN_TOKENS:
+        return ""
     closest = min(others, key=lambda other: others[other].mean_abs, default=None)
-    if closest is not None and parity.mean_abs > max(MIN_MEAN, CLOSER * others[closest].mean_abs):
+    factor = CLOSER * (1 + PROOF_TOKENS / num_tokens)
+    if closest is not None and parity.mean_abs > max(MIN_MEAN, factor * others[closest].mean_abs):
         return (
             f"its log-probs are those of {closest}, not of {model}: they differ by {others[closest].mean_abs:.2g} and "
             f"{parity.mean_abs:.2g} on average"
         )
-    if parity.mean_abs > MAX_MEAN:
+    if num_tokens >= PROOF_TOKENS and parity.mean_abs > MAX_MEAN:
         return (
             f"its log-probs of {model} differ from this process's by {parity.mean_abs:.2g} on average, above "
             f"{MAX_MEAN:g}; start it with the trainer's model.dtype"

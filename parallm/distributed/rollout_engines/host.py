@@ -6,6 +6,7 @@ the numbers come again for other weights: so all versions of the policy, and all
 
 import asyncio
 import io
+import logging
 import time
 import uuid
 from collections.abc import Mapping
@@ -22,6 +23,8 @@ from parallm.model.adapters.transfer import from_bytes
 from parallm.model.shared_model import SharedModel
 from parallm.server.control.replica_schemas import API, JoinAnswer, JoinBody, ReceivedVersion
 from parallm.types import BASE, EngineStats
+
+logger = logging.getLogger(__name__)
 
 LEASE_SECONDS = 10.0
 """Time after its last sign of life for which a trainer keeps its policy's name against others."""
@@ -76,7 +79,7 @@ class ReplicaHost:
     async def join(self, trainer: JoinBody, *, is_paused: bool) -> JoinAnswer:
         """Begin or continue a session. Raises Unavailable for a trainer that this server cannot sample for.
 
-        Raises EngineFull while requests still run on versions of the trainer before.
+        Raises EngineFull while another trainer is there, or requests still run on its versions.
         """
         if difference := self._difference(trainer):
             raise Unavailable(difference)
@@ -146,7 +149,7 @@ class ReplicaHost:
     async def _claim(self, trainer: JoinBody, before: Claim | None) -> Claim:
         policy = trainer.policy
         if before is not None and before.is_fresh and before.owner != trainer.owner:
-            raise Unavailable(
+            raise EngineFull(
                 f"this server samples {policy} for {before.owner}; stop that run, or train a policy of another name"
             )
         if policy in self._kept.state.highest or policy == BASE:
@@ -162,6 +165,7 @@ class ReplicaHost:
         await self._engine.reset_caches()
         claim = Claim(session=trainer.session, owner=trainer.owner, policy=policy, seen=time.monotonic())
         self._claims[policy] = claim
+        logger.info("samples %s for %s", policy, claim.owner)
         return claim
 
     def _claim_of(self, session: str) -> Claim:

@@ -20,7 +20,7 @@ import httpx
 from parallm.device.thread import DeviceThread
 from parallm.distributed.rollout_engines.check import Rescorer
 from parallm.distributed.rollout_engines.replica import Account, Replica, Trainer, Versions
-from parallm.distributed.rollout_engines.replica_client import EngineLost, EngineRefused, ReplicaClient
+from parallm.distributed.rollout_engines.replica_client import KEY_VARIABLE, EngineLost, EngineRefused, ReplicaClient
 from parallm.errors import ConfigError
 from parallm.model.adapters.table import AdapterTable
 from parallm.model.shared_model import SharedModel
@@ -28,8 +28,6 @@ from parallm.rollout.settings import LOCAL
 from parallm.server.control.replica_schemas import API, JoinBody
 from parallm.types import Completion, EngineStats, GenerationRequest
 
-KEY_VARIABLE = "PARALLM_API_KEY"
-"""Environment variable with the key that is sent to all servers, as for `server=network`."""
 LEAVE_SECONDS = 10.0
 WARN_SECONDS = 30.0
 """Time between two warnings while requests wait and no engine is there."""
@@ -253,7 +251,7 @@ async def open_pool(
             max_context=engine.max_context,
         ),
         versions=Versions(table, policy, device),
-        rescorer=Rescorer(engine.generate_all),
+        rescorer=Rescorer(engine.generate_all, policy),
         vocabulary_size=model.vocabulary_size,
         dtype=str(model.dtype).removeprefix("mlx.core."),
     )

@@ -104,7 +104,7 @@ class Replica:
         self._is_present = False
         self._held: dict[int, str] = {}  # digest by version
         self._logged: type[Exception] | None = None  # how it was last said to be absent
-        self._distrusted = ""  # the process that is not believed any more
+        self._distrusted, self._fault = "", ""  # the process that is not believed any more, and why
         self._proofs: dict[int, Parity] = {}
         self._others: dict[int, dict[str, Parity]] = {}
         self._syncing, self._proving = asyncio.Lock(), asyncio.Lock()
@@ -179,17 +179,19 @@ class Replica:
 
     async def leave(self) -> None:
         """Send the last version and end the session."""
-        if self._is_present:
-            with suppress(EngineLost, EngineRefused):
+        if self._answer is None:
+            return
+        with suppress(EngineLost, EngineRefused):
+            if self._is_present:
                 await self.sync()
-                await self._client.leave(self._trainer.facts.session)
+            await self._client.leave(self._trainer.facts.session)
 
     async def _join(self) -> JoinAnswer:
         served = self._trainer.versions.served
         facts = self._trainer.facts.model_copy(update={"served": 0 if served is None else served.version})
         answer = await self._client.join(facts)
         if answer.process == self._distrusted:
-            raise EngineRefused(f"{self.reason}; restart the server, then it is asked again")
+            raise EngineRefused(f"{self._fault}; restart the server, then it is asked again")
         if self._answer is not None and answer.process != self._answer.process:
             self._is_present = False  # it has come back between two signs of life
         self._held = {int(version): digest for version, digest in answer.versions.items()}
@@ -227,7 +229,7 @@ class Replica:
     async def _check(self, request: GenerationRequest, sampled: SampledCompletion, adapter: Adapter | None) -> None:
         """Raise EngineLost for a completion that was cut short there, EngineRefused for one that cannot be believed."""
         if self._answer is None or self._answer.process == self._distrusted:
-            raise EngineRefused(self.reason)
+            raise EngineRefused(self._fault)
         if sampled.finish_reason == "abort":
             raise EngineLost(f"{self.name}: the request was ended there before its time")
         version, digests = 0 if adapter is None else adapter.version, self._trainer.versions.digests
@@ -280,7 +282,7 @@ class Replica:
 
     def _distrust(self, reason: str) -> None:
         """Believe this process of the server nothing any more. Raises EngineRefused."""
-        self._distrusted = "" if self._answer is None else self._answer.process
+        self._distrusted, self._fault = "" if self._answer is None else self._answer.process, reason
         self._leave_out(reason)
         logger.error("%s; nothing of it is trained on", reason)
         raise EngineRefused(reason)

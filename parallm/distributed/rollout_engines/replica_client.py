@@ -6,6 +6,7 @@ A call raises EngineLost where the server, or the way to it, may come back, and 
 import json
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing, asynccontextmanager
+from http import HTTPStatus
 from typing import Any
 
 import httpx
@@ -23,12 +24,14 @@ from parallm.server.control.replica_schemas import (
 )
 from parallm.server.failures import error_of
 
+KEY_VARIABLE = "PARALLM_API_KEY"
+"""Environment variable with the key that is sent to all servers, as for `server=network`."""
 CALL_SECONDS = 10.0
 """Time limit of connecting, and of calls without arrays."""
 SILENCE_SECONDS = 15.0
 """A stream that brings nothing for as long is lost; a server that lives sends a mark every 2 seconds."""
-SEND_SECONDS = 300.0
-"""Time limit of sending a version."""
+PUBLISH_SECONDS = 30.0
+"""Time limit of the answer to a version that was sent; the device of the server may be in the middle of a unit."""
 REFUSALS = (400, 401, 403, 404, 405, 409, 413)
 """Statuses that last until the server, or the trainer, is started with other settings."""
 DATA = "data: "
@@ -66,7 +69,7 @@ class ReplicaClient:
     async def send(self, session: str, version: int, content: bytes) -> ReceivedVersion:
         """Send a version as safetensors. Raises EngineLost, EngineRefused."""
         path = f"/v1/replica/versions/{version}?session={session}"
-        return await self._call("PUT", path, content, ReceivedVersion, seconds=SEND_SECONDS)
+        return await self._call("PUT", path, content, ReceivedVersion, seconds=PUBLISH_SECONDS)
 
     async def leave(self, session: str) -> None:
         await self._call("POST", "/v1/replica/leave", LeaveBody(session=session), None)
@@ -115,10 +118,15 @@ class ReplicaClient:
         *,
         seconds: float = CALL_SECONDS,
     ) -> Any:
+        """`seconds`: longest wait for the answer; each part of the way there has `CALL_SECONDS`."""
         content = body if isinstance(body, bytes) else body.model_dump_json(exclude_none=True).encode()
         async with self._answers():
             response = await self._http.request(
-                method, self.url + path, content=content, headers=self._headers, timeout=seconds
+                method,
+                self.url + path,
+                content=content,
+                headers=self._headers,
+                timeout=httpx.Timeout(CALL_SECONDS, read=seconds),
             )
             answer = Call(method, path, lambda answer: answer).result(response)
             return None if kind is None else kind.model_validate(answer)
@@ -137,6 +145,8 @@ class ReplicaClient:
             own = error_of(error.status, error.code, f"{self.url}: {error}", error.param)
             if is_request and error.code and type(own) in (ContextTooLong, InvalidRequest, NotFinite):
                 raise own from error
+            if error.status == HTTPStatus.UNAUTHORIZED:
+                raise EngineRefused(f"{self.url}: {error}; set {KEY_VARIABLE} to its key") from error
             kind = EngineRefused if error.status in REFUSALS and not is_request else EngineLost
             raise kind(f"{self.url}: {error}") from error
         except (ValueError, KeyError, TypeError) as error:

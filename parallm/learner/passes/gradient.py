@@ -11,7 +11,7 @@ Axes: M computed tokens, N completion tokens, H hidden.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import accumulate, chain, groupby, zip_longest
+from itertools import accumulate, chain, groupby, pairwise, zip_longest
 from typing import Any
 
 import mlx.core as mx
@@ -26,7 +26,7 @@ from parallm.learner.optimizer import ParameterLayout
 from parallm.learner.passes.batch import MicroBatch
 from parallm.learner.passes.lm_head import ChunkedHead, Scores, Stages, run_stages
 from parallm.learner.passes.packing import Segment, num_padding_rows, packed_hidden, padded_hidden
-from parallm.learner.passes.recomputation import can_checkpoint, checkpointed, replaced_layers
+from parallm.learner.passes.recomputation import can_checkpoint, checkpointed, cut_trunk, replaced_layers
 from parallm.model.adapters.adapter import Adapter
 from parallm.model.adapters.module_names import layer_of
 from parallm.model.kernels.cuda import on_cuda
@@ -38,7 +38,7 @@ from parallm.model.lora.single import LoraScaling, SingleLora, single_lora
 from parallm.model.shared_model import SharedModel
 
 LAST_LAYER_PARTS = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
-FIRST = 8  # the gradients of the last eighth of the layers are evaluated first
+TRUNK_PARTS, BACKWARD_PARTS = 4, 8  # a backward takes twice as long as a forward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,8 +70,10 @@ class PassResult:
     """A power of two; see `gradient_scale`."""
     statistics: list[TokenStatistics]
     stages: Stages
-    first: list[mx.array]
-    """The gradients that the backward reaches first."""
+    parts: Stages
+    """Trunk and head in parts of some layers each, the stages among them."""
+    backward: Stages
+    """The gradients of some layers each, in the order in which the backward reaches them."""
 
 
 class PolicyGradient:
@@ -104,7 +106,7 @@ class PolicyGradient:
 
         def surrogate(traced: list[mx.array]) -> tuple[mx.array, Any]:
             lora = training_lora(structure.lora(traced), self._dropout, key)
-            with checkpointed(self._model, self._checkpoints):
+            with checkpointed(self._model, self._checkpoints), cut_trunk(self._model, TRUNK_PARTS) as cuts:
                 hidden = self._streams.run(lambda batch: self._hidden(batch, lora), batches)
             pairs = list(zip(hidden, batches, strict=True))
             losses = self._streams.run(lambda pair: self._loss(mx.stop_gradient(pair[0]), pair[1], scale), pairs)
@@ -112,16 +114,21 @@ class PolicyGradient:
             products = self._streams.run(
                 lambda pair: (pair[0] * pair[1][0]).sum(), list(zip(hidden, losses, strict=True))
             )
-            return sum(products[1:], products[0]), [(statistics.arrays, stages) for _, statistics, stages in losses]
+            results = [(statistics.arrays, stages) for _, statistics, stages in losses]
+            return sum(products[1:], products[0]), (results, cuts, hidden, [gradient for gradient, _, _ in losses])
 
-        (_, raw_results), gradients = mx.value_and_grad(surrogate)(policy.arrays())
+        (_, (raw_results, cuts, *head)), gradients = mx.value_and_grad(surrogate)(policy.arrays())
+        num_cuts = len(cuts) // len(batches)
+        stages = _interleave([stages for _, stages in raw_results])
         names = [field.name for field in fields(TokenStatistics)]
         return PassResult(
             gradients=gradients,
             scale=scale,
             statistics=[TokenStatistics(**dict(zip(names, values, strict=True))) for values, _ in raw_results],
-            stages=_interleave([stages for _, stages in raw_results]),
-            first=_last_layer_gradients(gradients, structure.target_of_each()),
+            stages=stages,
+            # cuts are those of one stream after the other, and the first one of each is its input
+            parts=[*(list(cuts[cut::num_cuts]) for cut in range(1, num_cuts)), head[0], *stages, head[1]],
+            backward=_last_layers_first(gradients, structure.target_of_each()),
         )
 
     def score(self, lora: LoraBinding | None, batches: Sequence[MicroBatch]) -> list[Scores]:
@@ -201,9 +208,10 @@ def gradient_scale(dtype: mx.Dtype, batches: Sequence[MicroBatch]) -> float:
     return 2.0 ** -math.ceil(math.log2(largest)) if 0 < largest < math.inf else 1.0
 
 
-def _last_layer_gradients(gradients: Sequence[mx.array], targets: Sequence[str]) -> list[mx.array]:
-    last_first = sorted(zip(gradients, targets, strict=True), key=lambda pair: -(layer_of(pair[1]) or 0))
-    return [gradient for gradient, _ in last_first[: len(last_first) // FIRST]]
+def _last_layers_first(gradients: Sequence[mx.array], targets: Sequence[str]) -> Stages:
+    pairs = sorted(zip(gradients, targets, strict=True), key=lambda pair: -(layer_of(pair[1]) or 0))
+    ends = [len(pairs) * part // BACKWARD_PARTS for part in range(BACKWARD_PARTS + 1)]
+    return [[gradient for gradient, _ in pairs[start:end]] for start, end in pairwise(ends)]
 
 
 def _interleave(stages_of_streams: Sequence[Stages]) -> Stages:

@@ -92,6 +92,21 @@ def checkpointed(model: SharedModel, enabled: bool) -> Iterator[None]:
 
 
 @contextmanager
+def cut_trunk(model: SharedModel, num_parts: int) -> Iterator[list[mx.array]]:
+    """Hidden states between layers of graphs built inside the block, in order: what cuts a trunk into equal parts.
+    None where the model's layers cannot be exchanged."""
+    cuts: list[mx.array] = []
+    if not can_checkpoint(model):
+        yield cuts
+        return
+    layers = model.trunk.layers
+    length = -(-len(layers) // num_parts)
+    cut = [_CutLayer(layer, cuts) if place % length == 0 else layer for place, layer in enumerate(layers)]
+    with replaced_layers(model, cut):
+        yield cuts
+
+
+@contextmanager
 def replaced_layers(model: SharedModel, layers: list[Any]) -> Iterator[None]:
     """Inside the block the trunk has these layers."""
     trunk = model.trunk
@@ -100,6 +115,21 @@ def replaced_layers(model: SharedModel, layers: list[Any]) -> Iterator[None]:
         yield
     finally:
         trunk.layers = own_layers
+
+
+@dataclass(frozen=True, slots=True)
+class _CutLayer:
+    """Replaces a layer while a pass is built."""
+
+    layer: nn.Module
+    cuts: list[mx.array]
+
+    def __call__(self, x: mx.array, *arguments: Any, **options: Any) -> Any:
+        self.cuts.append(x)
+        return self.layer(x, *arguments, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.layer, name)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from parallm.errors import Unavailable
 from parallm.server.connection import body_of, json_response, read_body
 from parallm.server.control.replica_schemas import JoinBody, LeaveBody, SampleBody, SampledCompletion
-from parallm.server.failures import failure_of
+from parallm.server.failures import Draining, failure_of
 from parallm.server.generation import EventStream, encode_events
 from parallm.server.interfaces import ReplicaHost
 from parallm.server.schemas import Done
@@ -30,7 +30,7 @@ def replica_routes(service: Service) -> APIRouter:
     async def join(http: Request) -> Response:
         """Sample for a trainer from now on. Refused for another base, tokenizer or protocol, and beside another run."""
         body = await body_of(service, http, JoinBody)
-        is_paused = service.gateway.is_paused
+        is_paused = service.gateway.is_paused or _is_draining(http)
         return json_response(await _host(service).join(body, is_paused=is_paused))
 
     @router.put("/v1/replica/versions/{version}")
@@ -43,6 +43,8 @@ def replica_routes(service: Service) -> APIRouter:
     async def generate(http: Request) -> Response:
         """Sample completions of token ids; each is an event as soon as it ends, with the digest of its version."""
         body = await body_of(service, http, SampleBody)
+        if _is_draining(http):
+            raise Draining("the server shuts down and takes no new requests")
         digests = _host(service).digests(body.session)
         source = service.gateway.completions(body.request())
 
@@ -66,6 +68,11 @@ def replica_routes(service: Service) -> APIRouter:
         return json_response(Done(status="ok"))
 
     return router
+
+
+def _is_draining(http: Request) -> bool:
+    """Return whether the server is about to end; a key of the role training is not refused before a route."""
+    return bool(http.app.state.drain.is_draining)
 
 
 def _host(service: Service) -> ReplicaHost:

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from parallm.conversation import GrammarSource
-from parallm.errors import InvalidRequest, UnknownModel
+from parallm.errors import InvalidRequest, Unavailable, UnknownModel
 from parallm.model.adapters.names import versioned
 from parallm.server.catalog import card_of
 from parallm.server.connection import json_response, received
@@ -34,7 +34,7 @@ from parallm.server.openai.translate import chat_request, completion_requests, e
 from parallm.server.request_limits import check_items
 from parallm.server.schemas import Wire, checked, parse_body, read_object
 from parallm.server.service import Service
-from parallm.types import BASE
+from parallm.types import BASE, TaskSpec
 
 FIELD_NAMES = {
     "messages": "input",
@@ -54,6 +54,10 @@ class ModelEntry(Wire):
     parent: str | None
     max_model_len: int
     policy_version: int
+    task: TaskSpec | None = None
+    """What the model makes of texts beside other text; absent: nothing."""
+    end_token: int | None = None
+    """Token that such texts have to end with."""
 
 
 class ModelList(Wire):
@@ -246,4 +250,16 @@ def _model_entry(name: str, service: Service) -> ModelEntry:
         parent=None if name == BASE else parent,
         max_model_len=service.engine.max_context,
         policy_version=0 if card is None else card.version,
+        **_task_of(name, service),
     )
+
+
+def _task_of(name: str, service: Service) -> dict[str, Any]:
+    """Return the fields of `ModelEntry` for a model that makes something of texts."""
+    if service.encoder is None:
+        return {}
+    try:
+        spec = service.encoder.spec(name)
+    except (UnknownModel, Unavailable):
+        return {}
+    return {"task": spec, "end_token": service.encoder.end_token(spec)}

@@ -120,7 +120,7 @@ def read_rows(
     service: Service, chosen: Chosen, inputs: Sequence[Input], cut: Cut, *, prompt: str = "", field: str = "input"
 ) -> tuple[tuple[int, ...], ...]:
     """Return the token ids that the model reads of each text. Raises InvalidRequest naming `field`."""
-    context = service.engine.max_context
+    context = min(service.engine.max_context, chosen.spec.max_tokens or service.engine.max_context)
     limit, end = cut.limit(context), chosen.encoder.end_token(chosen.spec)
     return tuple(_row(service, chosen, prompt, item, cut, limit, end, field) for item in inputs)
 

@@ -95,6 +95,9 @@ ORACLE = {"oracle.worst_error": Bar(max=1e-6), "oracle.cases": Bar(min=31)}
 ANEW = {"oracle.regenerated": Bar(min=29), "oracle.regenerated_error": Bar(max=1e-9)}
 give("oracles", "learner/test_oracles.py", 0.2, ORACLE, worst_error=max)
 give("regenerated", "interop/trl/test_oracles.py", 1, ANEW, regenerated_error=max)
+give(
+    "tasks", "tasks/test_references.py", 0.5, {"tasks.worst_embedding_error": Bar(max=1e-5)}, worst_embedding_error=max
+)
 give("trl", "interop/trl/test_samples.py", 40, {"trl.samples_to_80_ratio": Bar(max=1)})
 give("split", "robustness/test_split.py", 1, {"ab.share_error": Bar(max=0.02)}, zero("ab.failed_requests"))
 give("head", "learner/passes/test_head_memory.py", 0.1, {"head.memory_ratio": Bar(max=0.1, needs="gpu")})
@@ -140,6 +143,16 @@ give(
 )
 give("workers_exact", "distributed/test_runs.py", 3, {"workers.exact_equal": Bar(min=1)}, exact_equal=min)
 give(
+    "replicas",
+    "robustness/test_rollout_engines.py",
+    17,
+    {"replicas.minutes": Bar(min=10), "replicas.kills": Bar(min=50), "replicas.steps": Bar(min=200)},
+    {"replicas.requests_sampled_again": Bar(min=1), "replicas.cpu_sampling_speedup": Bar()},
+    {"replicas.control_stale_found": Bar(min=1), "replicas.control_misled_steps": Bar(min=1)},
+    {"replicas.control_other_base_refused": Bar(min=1)},
+    zero("replicas.steps_lost", "replicas.wrong_version_tokens"),
+)
+give(
     "fuzz",
     "robustness/test_fuzz.py",
     12,
@@ -175,7 +188,7 @@ give(
     {"engine.soak.traces_over_buckets": Bar(max=1)},
     zero("engine.soak.lost", "engine.soak.leaked_kv_bytes", "engine.soak.failed_besides"),
 )
-CLIENTS = {"clients.passed": Bar(), "clients.total": Bar(min=132)}
+CLIENTS = {"clients.passed": Bar(), "clients.total": Bar(min=157), "tasks.clients_passed": Bar(min=7)}
 give("clients", "interop/clients/test_clients.py", 5, CLIENTS, zero("clients.failed"))
 give(
     "verifiers",

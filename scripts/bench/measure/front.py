@@ -33,7 +33,7 @@ from parallm.server.settings import ServerSettings
 
 READER = Path(__file__).parents[1] / "workers" / "stream_reader.py"
 WORKERS, STREAMS = 2, 64
-SECONDS_TO_START = 120.0
+SECONDS_TO_START, SECONDS_PER_TOKEN = 120.0, 0.002
 ASK = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n"
 
 
@@ -145,7 +145,8 @@ async def prefix_figures(urls: Sequence[str], texts: Sequence[str], turns: int) 
 def front_kills(request: Request) -> Figures:
     """Requests that fail before their first byte while one of three workers after the other is killed by SIGKILL.
 
-    A stream that had begun must end with an error event. The control is a front that sends no request twice.
+    The next is killed once the one before answers again. A stream that had begun must end with an error event. The
+    control is a front that sends no request twice.
     """
     kills = request.size(100, 5)
     counts = asyncio.run(kill_workers(kills))
@@ -165,10 +166,10 @@ async def kill_workers(kills: int, *, workers: int = 3, clients: int = 12) -> di
     counts = dict.fromkeys(("kills", "requests", "failures", "cut"), 0)
     source, over = random.Random(0), asyncio.Event()
     ports = [free_port() for _ in range(workers)]
-    processes = [start_fake(port, 0.005) for port in ports]
+    processes = [start_fake(port, SECONDS_PER_TOKEN) for port in ports]
     try:
         async with (
-            front_here([f"http://127.0.0.1:{port}" for port in ports]) as (url, _),
+            front_here([f"http://127.0.0.1:{port}" for port in ports]) as (url, all_workers),
             httpx.AsyncClient(base_url=url, timeout=90, trust_env=False) as client,
         ):
 
@@ -181,10 +182,12 @@ async def kill_workers(kills: int, *, workers: int = 3, clients: int = 12) -> di
             asking = [asyncio.create_task(ask(number)) for number in range(clients)]
             while counts["kills"] < kills:
                 await asyncio.sleep(source.uniform(0.05, 0.4))
+                while not all(worker.is_up for worker in all_workers):
+                    await asyncio.sleep(0.02)
                 number = source.randrange(workers)
                 processes[number].kill()
                 processes[number].wait()
-                processes[number] = start_fake(ports[number], 0.005)
+                processes[number] = start_fake(ports[number], SECONDS_PER_TOKEN)
                 counts["kills"] += 1
             over.set()
             await asyncio.gather(*asking)

@@ -62,7 +62,15 @@ class Workbench:
     async def make_learner(self, learning_rate: float, seed: int = 0, **more: Any) -> Learner:
         settings = LearnerSettings(learning_rate=learning_rate, **more)
         return await self.on_device(
-            lambda: Learner(self.model, self.streams, settings, start=self.adapter, total_steps=100, seed=seed)
+            lambda: Learner(
+                self.model,
+                self.streams,
+                settings,
+                start=self.adapter,
+                total_steps=100,
+                seed=seed,
+                is_waited_for=lambda: self.device.is_serving,
+            )
         )
 
     async def update(

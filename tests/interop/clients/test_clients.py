@@ -11,6 +11,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,10 +29,13 @@ from bench.processes import (
 )
 
 from tests.interop.clients.tool_model import write_tool_model
+from tests.tasks.tiny_folders import read, write_folder
 
 PROGRAMS = Path(__file__).parent / "programs"
 TRANSFORMERS = "transformers==5.23.0"
 SECONDS = 300.0
+ENCODERS = {"rerank": "xlm_roberta_reranker", "classify": "modernbert_classifier"}
+"""Folders of `tests/tasks/references`, by what they do."""
 PROBLEMS = {
     "12 + 3 =": (" 15", " 16", " 51"),
     "Mia has 3 apples. Mia gets 4 more.": (" 7", " How many apples?", " 3 + 4 = 7"),
@@ -47,6 +51,8 @@ class Client:
     program: str
     requirements: Sequence[str]
     needs_torch: bool = False
+    is_of_tasks: bool = False
+    """Whether it asks for vectors, ranks or labels."""
 
     def python(self, peers: Path) -> str:
         """Clients with the same requirements share a place."""
@@ -59,14 +65,20 @@ OPENAI = ("openai==3.54.0", "langchain-openai==1.7.3", "renderers==0.1.12", "atr
 LITELLM = ("litellm==1.106.2", "mcp==2.3.0")
 LM_EVAL = ("lm-eval[api]==0.4.13", TRANSFORMERS)
 TRL = ("trl==1.16.0", "guidellm==0.8.1", TRANSFORMERS, "requests")
+TASKS = ("cohere==7.3.1", "infinity-client==0.0.78", "huggingface_hub==2.4.0", "numpy")
+MTEB = ("mteb==2.26.24", "sentence-transformers==6.2.0", TRANSFORMERS)
 CLIENTS = (
-    Client(name="openai", program="openai_probes.py", requirements=OPENAI),
-    Client(name="litellm", program="litellm_calls.py", requirements=LITELLM),
-    Client(name="langchain-openai", program="langchain_calls.py", requirements=OPENAI),
+    Client(name="openai", program="openai_probes.py", requirements=OPENAI, is_of_tasks=True),
+    Client(name="litellm", program="litellm_calls.py", requirements=LITELLM, is_of_tasks=True),
+    Client(name="langchain-openai", program="langchain_calls.py", requirements=OPENAI, is_of_tasks=True),
     Client(name="lm-eval", program="lm_eval_calls.py", requirements=LM_EVAL),
     Client(name="guidellm", program="guidellm_run.py", requirements=TRL, needs_torch=True),
     Client(name="trl", program="trl_calls.py", requirements=TRL, needs_torch=True),
     Client(name="renderers", program="renderers_calls.py", requirements=OPENAI),
+    Client(name="cohere", program="cohere_calls.py", requirements=TASKS, is_of_tasks=True),
+    Client(name="infinity-client", program="infinity_calls.py", requirements=TASKS, is_of_tasks=True),
+    Client(name="huggingface_hub", program="huggingface_calls.py", requirements=TASKS, is_of_tasks=True),
+    Client(name="mteb", program="mteb_calls.py", requirements=MTEB, needs_torch=True, is_of_tasks=True),
     Client(name="atropos", program="atropos_calls.py", requirements=OPENAI),
 )
 
@@ -76,6 +88,8 @@ class Served:
     url: str
     model: Path
     problems: Path
+    tasks: str
+    """URLs of servers of encoders that rerank and classify, by what they do, as JSON."""
 
 
 @pytest.fixture(scope="module")
@@ -84,8 +98,15 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     model, problems = folder / "model", folder / "problems.jsonl"
     write_tool_model(model)
     write_problems(model, problems)
-    with running("parallm.serve", [f"model.path={model}", "tasks.pooling=mean"], folder) as server:
-        yield Served(url=server.url, model=model, problems=problems)
+    with ExitStack() as servers:
+        server = servers.enter_context(running("parallm.serve", [f"model.path={model}", "tasks.pooling=mean"], folder))
+        urls = {}
+        for task, name in ENCODERS.items():
+            (folder / task).mkdir()
+            encoder = write_folder(read(name), folder / task / "model")
+            words = [f"model.path={encoder}", "model.dtype=float32"]
+            urls[task] = servers.enter_context(running("parallm.serve", words, folder / task)).url
+        yield Served(url=server.url, model=model, problems=problems, tasks=json.dumps(urls))
 
 
 @pytest.mark.interop
@@ -94,11 +115,13 @@ def test_all_checks_of_a_client_pass(
     client: Client, served: Served, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     python = client.python(request_of_tests().peers)
-    words = [served.url, str(served.model), str(served.problems)]
+    words = [served.url, str(served.model), str(served.problems), served.tasks]
     found = ask(python, PROGRAMS / client.program, words, tmp_path)
     record_property("clients.passed", found["passed"])
     record_property("clients.total", found["total"])
     record_property("clients.failed", found["total"] - found["passed"])
+    if client.is_of_tasks:
+        record_property("tasks.clients_passed", int(found["passed"] == found["total"]))
     record_property("remark", f"{found['version']}: {found['passed']} of {found['total']}")
     assert found["failed"] == []
     assert found["passed"] == found["total"] > 0

@@ -1,5 +1,6 @@
 """Unpacked weights against arithmetic by hand and MLX's own: the kernel's source on a CPU, the kernel on a GPU."""
 
+import shutil
 from pathlib import Path
 
 import mlx.core as mx
@@ -34,7 +35,7 @@ def by_hand(arrays: list[mx.array], bits: int, dtype: mx.Dtype) -> mx.array:
     return mx.array((groups * scales[..., None] + biases[..., None]).reshape(len(words), -1)).astype(dtype)
 
 
-@needs_compiler
+@pytest.mark.skipif(not on_cuda() and shutil.which("g++") is None, reason="needs g++, or MLX's CUDA build")
 @pytest.mark.parametrize(("bits", "group_size"), [(4, 64), (8, 32)])
 @pytest.mark.usefixtures("kernels")
 def test_weights_are_number_times_scale_plus_bias(bits: int, group_size: int) -> None:
@@ -43,7 +44,8 @@ def test_weights_are_number_times_scale_plus_bias(bits: int, group_size: int) ->
             arrays, sizes = packed(shape, bits, group_size, dtype), {"group_size": group_size, "bits": bits}
             found = unpack_weights(*arrays, **sizes)
             assert found.dtype == dtype
-            assert mx.array_equal(found, by_hand(arrays, bits, dtype))
+            # a GPU rounds number x scale + bias once, which shows where the product alone has more than 24 bits
+            assert mx.allclose(found, by_hand(arrays, bits, dtype), rtol=0, atol=1e-6 if dtype == mx.float32 else 0)
             assert mx.allclose(found, mx.dequantize(*arrays, **sizes), rtol=2e-2, atol=2e-2)
 
 

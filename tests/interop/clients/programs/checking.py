@@ -12,11 +12,19 @@ Check = Callable[[], object]
 MODEL = "base"
 QUESTION = "Mia has 3 apples. Mia gets 4 more. How many apples?"
 MESSAGES = [{"role": "user", "content": QUESTION}]
+QUERY = "what eats fish ?"
+DOCUMENTS = ["the big cat eats fish", "a red tree", "the small dog runs in the river"]
 
 
 def server_and_model() -> tuple[str, str]:
     """The URL without a slash at its end, and the folder of the model that is served there."""
     return sys.argv[1].rstrip("/"), sys.argv[2]
+
+
+def task_servers() -> dict[str, str]:
+    """URLs of servers whose models rerank and classify texts."""
+    servers: dict[str, str] = json.loads(sys.argv[4])
+    return servers
 
 
 def expect(is_right: object, shown: object = "") -> None:

@@ -6,7 +6,8 @@ from typing import Any
 from checking import MODEL, QUESTION, expect, report, server_and_model
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
 from langchain_core.tools import tool
-from langchain_openai import ChatOpenAI, OpenAI
+from langchain_openai import ChatOpenAI, OpenAI, OpenAIEmbeddings
+from openai import BadRequestError
 from pydantic import BaseModel, ConfigDict, Field
 
 URL, _ = server_and_model()
@@ -98,6 +99,27 @@ def a_text_is_completed() -> None:
     expect(llm.invoke("12 + 3 ="))
 
 
+def embeddings(**fields: Any) -> OpenAIEmbeddings:
+    return OpenAIEmbeddings(base_url=f"{URL}/v1", api_key="none", model=MODEL, max_retries=0, **fields)
+
+
+def texts_become_vectors() -> None:
+    vectors = embeddings(check_embedding_ctx_length=False).embed_documents([QUESTION, "12 + 3 ="])
+    alone = embeddings(check_embedding_ctx_length=False).embed_query(QUESTION)
+    expect(len(vectors) == 2 and max(abs(x - y) for x, y in zip(vectors[0], alone, strict=True)) < 1e-5)
+
+
+def token_ids_of_another_tokenizer_are_refused_with_the_way_out() -> None:
+    """By default LangChain sends ids of OpenAI's tokenizer, which it would download; so these are sent as it does."""
+    given = embeddings(check_embedding_ctx_length=False)
+    try:
+        given.client.create(input=[[99_999, 100_000]], model=MODEL)
+    except BadRequestError as error:
+        expect("check_embedding_ctx_length=False" in str(error), error)
+        return
+    raise AssertionError("accepted")
+
+
 if __name__ == "__main__":
     report(
         "langchain-openai",
@@ -113,5 +135,7 @@ if __name__ == "__main__":
             log_probs_are_given,
             responses_are_answered,
             a_text_is_completed,
+            texts_become_vectors,
+            token_ids_of_another_tokenizer_are_refused_with_the_way_out,
         ],
     )

@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 import litellm
-from checking import MESSAGES, MODEL, expect, report, server_and_model
+from checking import DOCUMENTS, MESSAGES, MODEL, QUERY, expect, report, server_and_model, task_servers
 
 URL, _ = server_and_model()
 TOOL = {
@@ -94,6 +94,25 @@ def a_prompt_that_is_too_long_is_an_error_of_its_own_kind() -> None:
     raise AssertionError("accepted")
 
 
+def texts_become_vectors_by_three_providers() -> None:
+    found = []
+    for provider, base in (("openai", f"{URL}/v1"), ("hosted_vllm", f"{URL}/v1"), ("infinity", URL)):
+        answer: Any = litellm.embedding(f"{provider}/{MODEL}", input=DOCUMENTS, api_base=base, api_key="none")
+        found.append([number for one in answer.data for number in one["embedding"]])
+        expect(answer.usage.prompt_tokens > 0, answer)
+    expect(all(max(abs(x - y) for x, y in zip(found[0], other, strict=True)) < 1e-5 for other in found[1:]))
+
+
+def documents_are_ranked_in_three_dialects() -> None:
+    url, orders = task_servers()["rerank"], []
+    for provider in ("hosted_vllm", "jina_ai", "cohere"):
+        answer: Any = litellm.rerank(
+            f"{provider}/{MODEL}", query=QUERY, documents=DOCUMENTS, top_n=3, api_base=url, api_key="none"
+        )
+        orders.append([(one["index"], round(one["relevance_score"], 5)) for one in answer.results])
+    expect(len(orders[0]) == 3 and orders[0] == orders[1] == orders[2], orders)
+
+
 if __name__ == "__main__":
     report(
         "litellm",
@@ -108,5 +127,7 @@ if __name__ == "__main__":
             a_text_is_completed,
             an_unknown_model_is_an_error_of_its_own_kind,
             a_prompt_that_is_too_long_is_an_error_of_its_own_kind,
+            texts_become_vectors_by_three_providers,
+            documents_are_ranked_in_three_dialects,
         ],
     )

@@ -1,0 +1,69 @@
+"""Predictions of steps of many workers from those of one and of two."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from simulate_steps import Cluster, Costs, calibrated, simulated
+
+ROOT = Path(__file__).parents[2]
+COSTS = Costs(sampling=2.0, spread=0.0, update=0.5, host=0.0, tokens=0.0, row_tokens=256.0)
+CLUSTER = Cluster(latency=0.0, failure_hours=1e12, load=30.0)
+
+
+def step(workers: int, costs: Costs = COSTS, *, is_tree: bool = False, size: float = 0.0) -> float:
+    return simulated(workers, costs, CLUSTER, vector_bytes=size, is_tree=is_tree)["step"]
+
+
+def rows(workers: int, **changes: float) -> list[dict[str, float]]:
+    row = {
+        "seconds/rollout": 2.0,
+        "update/device_seconds": 0.5,
+        "seconds/update": 0.5,
+        "rollout/tokens": 100.0 * workers,
+    }
+    return [row | {"seconds/total": 2.5, "exchange/wait_seconds": 0.0} | changes] * 6
+
+
+def test_workers_that_cost_each_other_nothing_are_as_fast_as_one() -> None:
+    assert [step(workers) for workers in (1, 2, 64)] == pytest.approx([2.5] * 3)
+
+
+@pytest.mark.parametrize("changes", [{"spread": 0.05}, {"host": 0.01}, {"tokens": 1e6}])
+def test_each_cost_grows_with_the_number_of_workers(changes: dict[str, float]) -> None:
+    costs = replace(COSTS, **changes)
+    assert step(1, costs) < step(8, costs) < step(64, costs)
+
+
+def test_the_tree_costs_less_than_the_star() -> None:
+    costs = replace(COSTS, host=0.01, tokens=1e5)
+    assert step(64, costs, is_tree=True, size=1e8) < step(64, costs, size=1e8)
+
+
+def test_a_ring_moves_nearly_twice_the_vector_whatever_its_size() -> None:
+    assert step(8, size=3e9) - step(8) == pytest.approx(2 * 7 / 8 * 3e9 / CLUSTER.nvlink)
+
+
+def test_short_rows_shorten_a_step_and_the_longest_ends_it() -> None:
+    costs = replace(COSTS, tokens=128 * 256.0, floor=1.0)
+    assert 2.4 < step(1, replace(costs, shortest=16.0)) < step(1, costs)
+    assert step(1, replace(costs, shortest=16.0, floor=0.0)) < 0.6 * step(1, costs)
+
+
+def test_costs_are_what_runs_of_one_and_two_tell() -> None:
+    two = rows(2, **{"seconds/update": 0.6, "exchange/wait_seconds": 0.0954})
+    costs = calibrated(rows(1), two, 256.0)
+    assert (costs.sampling, costs.update) == (2.0, 0.5)
+    assert costs.host == pytest.approx(0.05)
+    assert costs.spread == pytest.approx(0.05)
+
+
+def test_the_script_compares_its_predictions_with_what_was_measured(tmp_path: Path) -> None:
+    for workers in (1, 2):
+        (tmp_path / f"{workers}.jsonl").write_text("\n".join(map(json.dumps, rows(workers))))
+    command = [sys.executable, str(ROOT / "scripts" / "simulate_steps.py"), "1.jsonl", "2.jsonl"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert "2 workers: step 2.500 s, predicted 2.500; efficiency 1.000, predicted 1.000" in done.stdout
