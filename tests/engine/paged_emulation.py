@@ -5,6 +5,7 @@ of a GPU's stream. Positions that were never written are NaN.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -12,10 +13,26 @@ import numpy as np
 import pytest
 
 from parallm.engine import flat_prefill, memory, paged_batch, paged_memory
-from parallm.engine.kv import paged_cache
+from parallm.engine.kv import attention_metadata, paged_cache
 from parallm.model.kernels import flash_attention
 from parallm.model.kernels.page_write import PAGE
 from tests.model.kernels.flash_emulation import fake_kernel
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Stands in for `PagePlan`."""
+
+    tables: mx.array
+    lengths: mx.array
+    window: int
+
+
+def plan_pages(
+    tables: mx.array, lengths: mx.array, *, query_heads: int, key_heads: int, head_size: int, window: int
+) -> Plan:
+    assert query_heads % key_heads == 0
+    return Plan(tables, lengths, window)
 
 
 class PoolsInNumpy:
@@ -56,17 +73,16 @@ class PoolsInNumpy:
         new_values: mx.array,
         keys: mx.array,
         values: mx.array,
-        tables: mx.array,
-        lengths: mx.array,
+        plan: Plan,
         *,
         scale: float,
-        window: int,
         rotary: object,
+        sinks_Q: mx.array | None,
     ) -> mx.array:
         """As the kernel of a decode step: each row writes, and attends to what it has then."""
         assert rotary is None
         outputs = []
-        own = list(zip(np.array(tables), np.array(lengths).tolist(), strict=True))
+        own = list(zip(np.array(plan.tables), np.array(plan.lengths).tolist(), strict=True))
         written = [(table[length // PAGE], length % PAGE) for table, length in own if table[length // PAGE] != 0]
         assert len(set(written)) == len(written), "two rows write in one place"
         for row, (table, length) in enumerate(own):
@@ -75,9 +91,10 @@ class PoolsInNumpy:
                 whole = self.of(pool)
                 whole[table[length // PAGE], :, length % PAGE] = np.array(new[row, :, 0])
                 pages = whole[table[: length // PAGE + 1]].swapaxes(1, 2).reshape(-1, whole.shape[1], whole.shape[3])
-                pair.append(mx.array(pages[max(0, length + 1 - window) if window else 0 : length + 1].swapaxes(0, 1)))
+                first = max(0, length + 1 - plan.window) if plan.window else 0
+                pair.append(mx.array(pages[first : length + 1].swapaxes(0, 1)))
             attended = mx.fast.scaled_dot_product_attention(
-                queries[row : row + 1], *(one[None] for one in pair), scale=scale
+                queries[row : row + 1], *(one[None] for one in pair), scale=scale, sinks=sinks_Q
             )
             outputs.append(attended)
         return mx.concatenate(outputs)
@@ -99,6 +116,7 @@ def install_pages(monkeypatch: pytest.MonkeyPatch) -> PoolsInNumpy:
     monkeypatch.setattr(paged_memory, "CompiledForward", lambda *_: None)
     monkeypatch.setattr(paged_memory, "grown", pools.grown)
     monkeypatch.setattr(paged_memory, "first_page", lambda pool: pool)
+    monkeypatch.setattr(attention_metadata, "plan_pages", plan_pages)
     monkeypatch.setattr(paged_cache, "fits", lambda *_: True)
     monkeypatch.setattr(paged_cache, "append_and_attend", pools.append_and_attend)
     monkeypatch.setattr(paged_batch, "copy_pages", pools.copy_pages)

@@ -96,7 +96,8 @@ def test_an_engine_launches_what_is_listed(
             pass
     assert {name for name, _ in launched} >= {
         "small_batch_gemm",
-        "decode_attention",
+        "paged_attention",
+        "paged_attention_plan",
         "page_write",
         "flash_attention",
         "filter_ends",

@@ -80,7 +80,7 @@ def mixed(ask: Ask, model: str = "base") -> list[GenerationRequest]:
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
-@pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "gpt_oss"])
 def test_pages_give_what_slots_give(
     model_type: str,
     async_scheduling: bool,

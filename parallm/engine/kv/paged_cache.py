@@ -1,6 +1,6 @@
 """Keys and values of the sequences that decode together, in pages of one pool for each layer.
 
-The kernel of a step (`model/kernels/decode_attention.py`) writes each row's key and value into the row's newest page
+The kernel of a step (`model/kernels/paged_attention.py`) writes each row's key and value into the row's newest page
 and reads its others by a table of pages. mlx-lm's models see a `PagedCache` per layer through the interface of mlx-lm's
 caches; a model that computes with keys itself cannot have pages (`can_decode`).
 
@@ -14,16 +14,13 @@ from typing import Any
 import mlx.core as mx
 
 from parallm.engine.kv.attention_metadata import AttentionMetadata
-from parallm.model.kernels import paged_attention
 from parallm.model.kernels.cuda import has_kernels, listed_kernels
-from parallm.model.kernels.decode_attention import append_and_attend, fits
 from parallm.model.kernels.page_write import PAGE
+from parallm.model.kernels.paged_attention import append_and_attend, fits
 from parallm.model.patches.forward import OwnCache
 from parallm.model.patches.rotary import before_rotation
 from parallm.model.shared_model import SharedModel
 
-ON_TENSOR_CORES = False
-"""Whether steps take `paged_attention`: not until it has been measured."""
 Pool = tuple[mx.array, mx.array]
 """Keys and values of a layer, (P, H, T, D) each."""
 
@@ -77,28 +74,23 @@ class PagedCache(OwnCache):
         newest, self._newest = self._newest, None
         window = self._metadata.window_of(mask)
         own = newest is not None and newest[0] is keys and newest[1] is values
-        if not own or window is None or sinks is not None or not fits(queries, *self._pool):
+        if not own or window is None or not fits(queries, *self._pool):
             raise NotPaged
         self.num_attended += 1
         keys_PHTD, values_PHTD = self._pool
         queries, keys, rotation = before_rotation(queries, keys, self._metadata.lengths_B, keys_PHTD.dtype)
         rotary = None if rotation is None else self._metadata.rotary(rotation)
-        if ON_TENSOR_CORES:
-            plan = self._metadata.page_plan(queries.shape[1], keys.shape[1], queries.shape[3], window)
-            return paged_attention.append_and_attend(
-                queries, keys, values, keys_PHTD, values_PHTD, plan, scale=scale, rotary=rotary
-            )
+        plan = self._metadata.page_plan(queries.shape[1], keys.shape[1], queries.shape[3], window)
         return append_and_attend(
             queries,
             keys,
             values,
             keys_PHTD,
             values_PHTD,
-            self._metadata.slots_B,
-            self._metadata.lengths_B,
+            plan,
             scale=scale,
-            window=window,
             rotary=rotary,
+            sinks_Q=None if sinks is None else sinks.astype(mx.float32),
         )
 
 

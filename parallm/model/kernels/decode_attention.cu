@@ -1,14 +1,13 @@
-// One new token of each row attends to the keys and values in its slot or pages, and writes its own there.
-// T type, D head size, H key-value heads, G queries of each, TILE of which a block serves, LANES of a team. Rows have
-// `capacity` positions, of which the newest `window` are seen (0: all). `places` are their slots, or, with PAGE
-// positions to a page, their tables of pages (0: slots). DIMS values of each head are rotated by a row's
+// One new token of each row attends to the keys and values in its slot, and writes its own there.
+// T type, D head size, H key-value heads, G queries of each, TILE of which a block serves, LANES of a team. Slots have
+// `capacity` positions, of which the newest `window` are seen (0: all). DIMS values of each head are rotated by a row's
 // `angles` (0: none), neighbours with each other if PAIRED. Queries, new keys and new values may be columns of one
 // product: the first row's begin at `*_start`, the next row's `*_pitch` values after.
 // PARTS: several blocks share a row, and write `sums`, `largests` and `totals` in its place.
 #include "pack.cuh"
 
 extern "C" __global__ void decode_attention(const T* queries, const T* new_keys, const T* new_values, const T* keys,
-                                            const T* values, const int* places, const int* lengths, const float* angles,
+                                            const T* values, const int* slots, const int* lengths, const float* angles,
 #if PARTS
                                             float* sums, float* largests, float* totals,
 #else
@@ -28,11 +27,6 @@ extern "C" __global__ void decode_attention(const T* queries, const T* new_keys,
   const int64_t head = blockIdx.x / TILES;  // row and key-value head
   const int length = lengths[head / H];
   const int part = ((capacity + gridDim.y - 1) / gridDim.y + PART_UNIT - 1) / PART_UNIT * PART_UNIT;
-#if PAGE
-  // The part's pages, asked for before anything waits for `length`
-  const int first_page = int(blockIdx.y) * part / PAGE, num_pages = min(part, capacity - int(blockIdx.y) * part) / PAGE;
-  const int own_page = int(threadIdx.x) < num_pages ? places[head / H * (capacity / PAGE) + first_page + threadIdx.x] : 0;
-#endif
   const int first = window > 0 ? max(0, length + 1 - window) : 0;
   const int begin = max(first, int(blockIdx.y) * part), end = min(length, (int(blockIdx.y) + 1) * part);
   const bool has_newest = int(blockIdx.y) == length / part;
@@ -86,18 +80,8 @@ extern "C" __global__ void decode_attention(const T* queries, const T* new_keys,
     }
     turned[g][i % VECTORS] = own;
   }
-  // Where the row's positions are in the pools
-#if PAGE
-  __shared__ int pages[MAX_PART / PAGE];
-  if (int(threadIdx.x) < num_pages) pages[threadIdx.x] = own_page;
-  const int pool_head = head % H;
-  auto place_of = [&](int position) {
-    return ((int64_t(pages[position / PAGE - first_page]) * H + pool_head) * PAGE + position % PAGE) * D;
-  };
-#else
-  const int64_t slot = (int64_t(places[row]) * H + head % H) * capacity * D;
+  const int64_t slot = (int64_t(slots[row]) * H + head % H) * capacity * D;
   auto place_of = [&](int position) { return slot + int64_t(position) * D; };
-#endif
   __syncthreads();
   const T* key_pool = keys + lane * P::size;
   const T* value_pool = values + lane * P::size;

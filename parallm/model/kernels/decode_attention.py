@@ -25,7 +25,7 @@ from parallm.model.kernels.cuda import VECTOR_BYTES, has_kernels, kernel
 THREADS = 128  # of a block
 MIN_HEAD_SIZE, MAX_HEAD_SIZE, HEAD_SIZE_STEP = 64, 256, 32  # of heads
 MAX_VALUES = 64  # of queries, and as many sums, in a thread's registers
-PART_UNIT = 16  # of positions in slots; in pages it is a page
+PART_UNIT = 16  # of positions
 TARGET_BLOCKS = 6 * 132  # of the grid: for each of an H200's processors a few, so that rows of unlike lengths even out
 MIN_PART, MAX_PART = 64, 512  # positions of a part
 
@@ -93,24 +93,21 @@ def append_and_attend(
     new_values_BH1D: mx.array,
     keys_SHLD: mx.array,
     values_SHLD: mx.array,
-    places: mx.array,
+    slots_B: mx.array,
     lengths_B: mx.array,
     *,
     scale: float,
     window: int = 0,
     rotary: RotaryAngles | None = None,
 ) -> mx.array:
-    """Write row b's new key and value at position `lengths_B[b]`, in place, and attend to that position and all before
-    it, or to the newest `window` of them (0: all); (B, Q, 1, D).
+    """Write row b's new key and value at position `lengths_B[b]` of slot `slots_B[b]`, in place, and attend to that
+    position and all before it, or to the newest `window` of them (0: all); (B, Q, 1, D).
 
-    `places` are the rows' slots (B,), or their tables of pages (B, N), N L positions; then S counts pages, of which a
-    pool may be the first alone, a view. Both arrays are int32. `lengths_B` is below L, or N L; no two rows write in the
-    same slot or page, but for rows of length 0 that nothing reads. The write happens when the result is evaluated.
-    With a `rotary`, queries and new keys are rotated first.
+    The write happens when the result is evaluated. Both are int32; `lengths_B` is below L, and no slot is twice in
+    `slots_B`. With a `rotary`, queries and new keys are rotated first.
     """
     rows, query_heads, _, size = queries_BQ1D.shape
-    heads, page = keys_SHLD.shape[1], keys_SHLD.shape[2] if places.ndim == 2 else 0
-    positions = places.shape[1] * page if page else keys_SHLD.shape[2]
+    heads, positions = keys_SHLD.shape[1:3]
     repeats, lanes = query_heads // heads, lanes_of(size, keys_SHLD.dtype)
     tile = queries_at_once(repeats, size // lanes)
     blocks = rows * query_heads // tile
@@ -129,13 +126,11 @@ def append_and_attend(
         ("DIMS", 2 * rotary.angles.shape[1] if rotary else 0),
         ("PAIRED", rotary is not None and rotary.traditional),
         ("PARTS", parts > 1),
-        ("PAGE", page),
-        ("MAX_PART", MAX_PART),
-        ("PART_UNIT", page or PART_UNIT),
+        ("PART_UNIT", PART_UNIT),
     )
     shape = (rows, query_heads, 1, size)
     attended = kernel("decode_attention", defines)(
-        [*(place.whole for place in columns), keys_SHLD, values_SHLD, places, lengths_B, angles],
+        [*(place.whole for place in columns), keys_SHLD, values_SHLD, slots_B, lengths_B, angles],
         [positions, window, scale * math.log2(math.e), *(n for place in columns for n in (place.start, place.pitch))],
         grid=(blocks * THREADS, parts, 1),
         threadgroup=(THREADS, 1, 1),
@@ -143,8 +138,8 @@ def append_and_attend(
         output_dtypes=[mx.float32] * 3 if parts > 1 else [dtype],
     )
     if parts > 1:
-        unit, part = page or PART_UNIT, -(-positions // parts)
-        part += -part % unit
+        part = -(-positions // parts)
+        part += -part % PART_UNIT
         attended = kernel("decode_attention_merge", (("T", dtype), ("D", size)))(
             [*attended, lengths_B],
             [parts, part, query_heads],

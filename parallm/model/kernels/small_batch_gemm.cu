@@ -1,7 +1,8 @@
 // Products of few rows with a linear layer's weights and with all A of LoRA.
 // Inputs `x` (B, T, I), `weight` (O, I), if HAS_BIAS `bias` (O,), if HAS_LORA `starts` and `factors` (V, N), where A
 // (K, I) of a version begins at `starts[0]`. Outputs `y` (S, B, T, O) and if HAS_LORA `hidden` (S, B, T, V K): sums
-// over parts of the input, for all versions.
+// over parts of the input, for all versions. If GATED `y` (B, T, O / 2) is SwiGLU of the outputs' halves: silu of an output
+// of the first half by its counterpart, both rounded to Y before; their weights lie beside each other in a tile.
 // T type of the input and the weights, Y of the sums, K columns of all A of a group (0: none); WIDE warps side by side
 // compute 16 outputs each, DEEP of them share each sum; TILES of 8 rows; CHUNK values of the input are fetched at once,
 // STAGES such fetches are under way.
@@ -40,7 +41,8 @@ extern "C" __global__ void small_batch_gemm(const T* x, const T* weight,
   auto row_of = [&](int row) { return matrix + int64_t(row) * width + row / K * jump; };
 #else
   const int first = blockIdx.x * TILE, height = outputs;
-  auto row_of = [&](int row) { return weight + int64_t(row) * width; };
+  auto output_of = [&](int row) { return GATED ? row / 2 + row % 2 * (outputs / 2) : row; };
+  auto row_of = [&](int row) { return weight + int64_t(output_of(row)) * width; };
 #endif
   extern __shared__ __align__(128) char shared[];
   const int column = threadIdx.x % VECTORS, line = threadIdx.x / VECTORS;
@@ -127,9 +129,14 @@ extern "C" __global__ void small_batch_gemm(const T* x, const T* weight,
       float of_even = sum[n][odd], of_odd = sum[n][2 + odd];
 #if HAS_BIAS
       if (blockIdx.y == 0) {
-        of_even += float(bias[output]);
-        of_odd += float(bias[output + 1]);
+        of_even += float(bias[GATED ? output / 2 : output]);
+        of_odd += float(bias[GATED ? (output + outputs) / 2 : output + 1]);
       }
+#endif
+#if GATED
+      const float gate = float(Y(of_even));
+      y[at * (outputs / 2) + output / 2] = Y(gate / (1.0f + __expf(-gate)) * float(Y(of_odd)));
+      continue;
 #endif
       *reinterpret_cast<Pair*>(y + at * outputs + output) = Pair{Y(of_even), Y(of_odd)};
     }

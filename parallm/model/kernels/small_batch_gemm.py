@@ -78,12 +78,14 @@ def fits(x_BTI: mx.array, linear: nn.Module) -> bool:
 
 
 def small_batch_gemm(
-    x_BTI: mx.array, linear: nn.Linear, weights: GroupWeights | None, *, is_whole: bool
+    x_BTI: mx.array, linear: nn.Linear, weights: GroupWeights | None, *, is_whole: bool, is_gated: bool = False
 ) -> tuple[mx.array, mx.array | None]:
     """Outputs (S, B, T, O) and, with `weights` of few enough versions, `hidden` as `segmented_lora.shrink` gives it.
 
-    S is 1, and the type that of the input, if `is_whole`; parts are float32.
+    S is 1, and the type that of the input, if `is_whole`; parts are float32. With `is_gated`, which needs whole outputs
+    and no weights, these are SwiGLU of their halves, (1, B, T, O / 2): silu of the first by the second.
     """
+    assert not is_gated or (is_whole and weights is None)
     if weights is not None and weights.array_VN.shape[0] > MAX_VERSIONS:
         weights = None
     (rows, tokens, inputs), outputs = x_BTI.shape, linear.weight.shape[0]
@@ -101,6 +103,7 @@ def small_batch_gemm(
         ("Y", sums),
         ("HAS_BIAS", "bias" in linear),
         ("HAS_LORA", weights is not None),
+        ("GATED", is_gated),
         ("K", ranks),
         ("TILES", chosen.tiles),
         ("WIDE", chosen.wide),
@@ -115,7 +118,7 @@ def small_batch_gemm(
         sizes,
         grid=(blocks * chosen.threads, chosen.splits, 1),
         threadgroup=(chosen.threads, 1, 1),
-        output_shapes=[(*shape, outputs), (*shape, columns)] if weights else [(*shape, outputs)],
+        output_shapes=[(*shape, outputs // 2 if is_gated else outputs), *([(*shape, columns)] if weights else [])],
         output_dtypes=[sums, mx.float32] if weights else [sums],
     )
     return y_SBTO, hidden[0] if hidden else None

@@ -162,7 +162,12 @@ class MergedLinear:
             return [FusedAdd(y, partial(operator.add, y), y_SBTO)] if x.shape[1] == 1 else [y]
         # readers of one token a row find their columns; of more tokens each would copy its own
         parts = output.split() if x.shape[1] > 1 else columns_of(y, self._widths)
-        return self._halves(parts, partial(swiglu_of_halves, y))
+        return self._halves(parts, partial(self._gated, x) if fits(x, self._joined) else partial(swiglu_of_halves, y))
+
+    def _gated(self, x: mx.array) -> mx.array:
+        """SwiGLU of the base's outputs for few rows, in the product itself."""
+        y_SBTO, _ = small_batch_gemm(x, self._joined, None, is_whole=True, is_gated=True)
+        return mx.squeeze(y_SBTO, 0)
 
     def _product(self, x: mx.array, weights: GroupWeights | None) -> tuple[mx.array | None, mx.array, mx.array | None]:
         """The base's outputs (B, T, O), if they are whole, and as parts (S, B, T, O); the result of `shrink`, if it is

@@ -129,11 +129,6 @@ def attend(
     q, k, v = arrays
     lengths = numbers % positions
     append_and_attend(q, k, v, pools[0], pools[1], numbers, lengths, scale=0.125, window=3, rotary=rotary)
-    pages, tables = (
-        mx.zeros((9, pools[0].shape[1], PAGE, pools[0].shape[3]), dtype),
-        mx.zeros((len(numbers), 4), mx.int32),
-    )
-    append_and_attend(q, k, v, pages, pages, tables, lengths, scale=0.125, window=3, rotary=rotary)
 
 
 def attend_pages_of_rows(
@@ -236,6 +231,8 @@ def multiply(dtype: mx.Dtype, *, versions: int, widths: list[int], bias: bool, r
     x, ranks = mx.zeros((rows, 1, 512), half), [16] * len(widths)
     weights = random_versions(512, widths, ranks, versions, half).weights if versions else None
     y_SBTO, hidden = small_batch_gemm.small_batch_gemm(x, linear, weights, is_whole=len(widths) > 1)
+    if len(widths) == 2:
+        small_batch_gemm.small_batch_gemm(x, linear, None, is_whole=True, is_gated=True)
     lora = None
     if weights is not None:
         hidden = shrink(x, weights, order_rows([0] * rows, versions)) if hidden is None else hidden

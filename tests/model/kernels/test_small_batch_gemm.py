@@ -1,9 +1,12 @@
 """The kernel is compared with MLX's operations; these cases are skipped without a GPU that has it."""
 
+from pathlib import Path
+
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
+from parallm.model.kernels import small_batch_gemm as module
 from parallm.model.kernels.cuda import architecture, on_cuda
 from parallm.model.kernels.segmented_lora import GroupOutput, ShrinkOutput
 from parallm.model.kernels.small_batch_gemm import (
@@ -16,7 +19,9 @@ from parallm.model.kernels.small_batch_gemm import (
     plan,
     small_batch_gemm,
 )
+from parallm.model.kernels.swiglu import swiglu_of_halves
 from parallm.model.lora.segmented import order_rows
+from tests.model.kernels.cuda_on_cpu import CpuKernels, needs_compiler
 from tests.model.lora.test_segmented import expected, random_versions
 
 needs_hopper = pytest.mark.skipif(not on_cuda() or architecture() != "sm_90", reason="needs a Hopper GPU")
@@ -115,6 +120,39 @@ def test_the_kernel_agrees_with_the_operations(
 def assert_near(found: mx.array, wanted: mx.array, tolerance: float) -> None:
     assert found.shape == wanted.shape
     assert mx.abs(found.astype(mx.float32) - wanted).max().item() <= tolerance * mx.abs(wanted).max().item()
+
+
+def gated(x: mx.array, linear: nn.Linear) -> mx.array:
+    """SwiGLU of the product's halves, each rounded before."""
+    y = x.astype(mx.float32) @ linear.weight.astype(mx.float32).T + linear.get("bias", 0)
+    gate, up = mx.split(y.astype(x.dtype).astype(mx.float32), 2, axis=-1)
+    return nn.silu(gate) * up
+
+
+@needs_compiler
+@pytest.mark.parametrize(("rows", "bias"), [(3, False), (13, True)])
+def test_threads_gate_their_outputs(rows: int, bias: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    kernels = CpuKernels(tmp_path)
+    monkeypatch.setattr(module, "kernel", kernels)
+    linear = random_linear(160, 2 * 72, bias=bias, dtype=mx.float16)
+    x = mx.random.normal((rows, 1, 160), key=mx.random.key(1)).astype(mx.float16)
+    y_SBTO, hidden = small_batch_gemm(x, linear, None, is_whole=True, is_gated=True)
+    assert hidden is None
+    assert_near(y_SBTO[0].astype(mx.float32), gated(x, linear), 2e-3)
+    kernels.mutation = "small_batch_gemm", "row % 2 * (outputs / 2)", "row % 2"
+    wrong, _ = small_batch_gemm(x, linear, None, is_whole=True, is_gated=True)
+    assert mx.abs(wrong[0].astype(mx.float32) - gated(x, linear)).max().item() > 0.1
+
+
+@needs_hopper
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
+@pytest.mark.parametrize("rows", [2, 12, 32, 64])
+def test_the_gated_product_has_the_bits_of_both_kernels(rows: int, dtype: mx.Dtype) -> None:
+    linear = random_linear(4096, 2 * 1408, bias=False, dtype=dtype)
+    x = mx.random.normal((rows, 1, 4096)).astype(dtype)
+    y_SBTO, _ = small_batch_gemm(x, linear, None, is_whole=True)
+    found, _ = small_batch_gemm(x, linear, None, is_whole=True, is_gated=True)
+    assert mx.array_equal(found[0], swiglu_of_halves(y_SBTO[0])).item()
 
 
 @needs_hopper
