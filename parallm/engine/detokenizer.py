@@ -57,14 +57,14 @@ class Detokenizer:
         return self.text + self._after_safe() if self.stop_at is None else self.text[: self.stop_at]
 
     def _append(self, tokens: Sequence[int]) -> bool:
-        """Append tokens; `text` grows by theirs, unless they end within a character: False."""
+        """Append tokens; whether `text` has grown by them."""
         self._tokens += tokens
         more = self._after_safe()
-        if more.endswith(REPLACEMENT):
+        is_silent = not more and len(self._tokens) - self._safe >= SILENT_TOKENS
+        if not is_silent and (not more or more.endswith(REPLACEMENT)):
             return False
-        if more or len(self._tokens) - self._safe >= SILENT_TOKENS:
-            self.text += more
-            self._context, self._safe = self._safe, len(self._tokens)
+        self.text += more
+        self._context, self._safe = self._safe, len(self._tokens)
         return True
 
     def _after_safe(self) -> str:
