@@ -10,7 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from parallm.engine.detokenizer import Detokenizer, end_tokens
+from parallm.engine.detokenizer import Detokenizer
 from parallm.engine.kv.block_pool import BlockTable
 from parallm.engine.kv.shapes import allocated
 from parallm.engine.sampling.sampler import PromptLogprobScorer
@@ -129,7 +129,7 @@ class Sequence:
     """Drafts that equalled the sampled token."""
     _mask: TokenMask | None = None
     _end_tokens: frozenset[int] | None = None  # set with the first sampled token
-    _detokenizer: Detokenizer | None = None  # only stop strings need text before the end
+    _detokenizer: Detokenizer | None = None  # a completion that is only read at its end needs none
     _num_emitted: int = 0  # tokens that events have covered
 
     @property
@@ -202,7 +202,8 @@ class Sequence:
         """Take a sampled token; sets `finish_reason` when it ends the sequence."""
         sampling = self.request.sampling
         if self._end_tokens is None:
-            self._end_tokens = end_tokens(sampling, tokenizer)
+            eos = () if sampling.ignore_eos else tokenizer.eos_token_ids
+            self._end_tokens = frozenset((*sampling.stop_token_ids, *eos))
         if not self.adapter_starts or self.adapter_starts[-1][0] is not self.adapter:
             self.adapter_starts.append((self.adapter, len(self.tokens)))
         self.tokens.append(token)
@@ -212,7 +213,7 @@ class Sequence:
             self.is_broken, self.finish_reason = True, "abort"
             return
         is_end = token in self._end_tokens
-        if not is_end and sampling.stop:
+        if not is_end and (self.is_streaming or sampling.stop):
             if self._detokenizer is None:
                 self._detokenizer = Detokenizer(tokenizer)
             self._detokenizer.add(token, sampling.stop if len(self.tokens) >= sampling.min_tokens else ())
@@ -227,10 +228,7 @@ class Sequence:
                 self.finish_reason = "stop"
 
     def event(self, tokenizer: ChatTokenizer) -> TokenEvent | None:
-        """Tokens and text since the last event; None before the end of a completion that does not stream.
-
-        Text of a stream without stop strings is left to `StreamedText`, beside the device thread.
-        """
+        """Tokens and text since the last event; None before the end of a completion that does not stream."""
         new, self._num_emitted = slice(self._num_emitted, None), len(self.tokens)
         if not self.is_streaming and self.finish_reason is None:
             return None
@@ -275,8 +273,8 @@ class Sequence:
     def _final_text(self, tokenizer: ChatTokenizer) -> str:
         if self._detokenizer is not None:
             return self._detokenizer.final()
-        ends = (*self.request.sampling.stop_token_ids, *tokenizer.eos_token_ids)
-        is_ended = self.finish_reason == "stop" and bool(self.tokens) and self.tokens[-1] in ends
+        end_tokens = (*self.request.sampling.stop_token_ids, *tokenizer.eos_token_ids)
+        is_ended = self.finish_reason == "stop" and bool(self.tokens) and self.tokens[-1] in end_tokens
         return tokenizer.decode(self.tokens[:-1] if is_ended else self.tokens)
 
 

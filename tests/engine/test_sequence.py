@@ -1,11 +1,9 @@
 """Text of one completion as its tokens come: stop strings, streamed pieces, ends."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import pytest
 
-from parallm.engine.detokenizer import StreamedText
 from parallm.engine.sequence import Sequence as EngineSequence
 from parallm.engine.sequence import make_sequences
 from parallm.model.chat.tokenizer import ChatTokenizer
@@ -29,7 +27,6 @@ def play(
     max_tokens: int = 100,
     stop_token_ids: tuple[int, ...] = (),
     ignore_eos: bool = False,
-    tokens_at_once: int = 1,
 ) -> tuple[list[str], Completion | None]:
     """Feed `tokens` until the sequence ends; the streamed pieces of text and the completion."""
     sampling = SamplingParams(max_tokens=max_tokens, stop=stop, stop_token_ids=stop_token_ids, ignore_eos=ignore_eos)
@@ -38,16 +35,13 @@ def play(
         request=request, index=0, seed=0, adapter=None, is_streaming=is_streaming, max_tokens=max_tokens
     )
     pieces: list[str] = []
-    streamed = StreamedText(sampling, tokenizer) if is_streaming and not stop else None
-    for count, token in enumerate(tokens, 1):
+    for token in tokens:
         sequence.append(token, -0.5, (), tokenizer)
-        if count % tokens_at_once and sequence.finish_reason is None:
-            continue
         event = sequence.event(tokenizer)
         if event is not None:
-            pieces.append(streamed.read(event) if streamed else event.text)
+            pieces.append(event.text)
             if event.completion is not None:
-                return pieces, replace(event.completion, text=streamed.whole()) if streamed else event.completion
+                return pieces, event.completion
     return pieces, None
 
 
@@ -102,12 +96,9 @@ def test_a_stop_token_ends_without_its_text(tokenizer: ChatTokenizer, is_streami
     assert (completion.text.rstrip(), completion.finish_reason, completion.tokens) == ("2 +", "stop", tokens)
 
 
-@pytest.mark.parametrize("tokens_at_once", [1, 3, 8])
 @pytest.mark.parametrize("text", ["naïve café 東京 🙂👩‍👩‍👧 end", "Größe\n\n  two  spaces"])
-def test_streamed_pieces_are_whole_characters_and_add_up(
-    tokenizer: ChatTokenizer, text: str, tokens_at_once: int
-) -> None:
-    pieces, completion = play(tokenizer, [*tokenizer.encode(text), END], tokens_at_once=tokens_at_once)
+def test_streamed_pieces_are_whole_characters_and_add_up(tokenizer: ChatTokenizer, text: str) -> None:
+    pieces, completion = play(tokenizer, [*tokenizer.encode(text), END])
     assert completion is not None
     assert "".join(pieces) == completion.text == text
     assert all("\ufffd" not in piece for piece in pieces)
