@@ -62,7 +62,7 @@ class EncoderLearner(AdapterLearner):
                 parts += self._numbers(rows, indices, dict(self.adapter.arrays), scaling, key)
                 mx.eval(parts)
                 yield None
-            numbers_SD = _in_order(parts, [indices for indices, _ in rounds])
+            numbers_SD = in_order(parts, [indices for indices, _ in rounds])
             loss, share_SD = mx.value_and_grad(lambda given_SD: self.losses(groups, rows, given_SD).sum())(numbers_SD)
             mx.eval(loss, share_SD)
             for indices, key in rounds:
@@ -119,7 +119,7 @@ class EncoderLearner(AdapterLearner):
 
         def loss_of(traced: Arrays) -> tuple[mx.array, mx.array]:
             parts = self._numbers(rows, passes, traced, scaling, key)
-            numbers_SD = _in_order(parts, [passes])
+            numbers_SD = in_order(parts, [passes])
             return self.losses(groups, rows, numbers_SD).sum(), numbers_SD
 
         (loss, numbers_SD), gradient = mx.value_and_grad(loss_of)(dict(self.adapter.arrays))
@@ -248,7 +248,7 @@ def _indices(rows: Sequence[Row], chosen: Sequence[Row]) -> mx.array:
     return mx.array([places[row] for row in chosen])
 
 
-def _in_order(parts: Sequence[mx.array], rounds: Sequence[Sequence[Sequence[int]]]) -> mx.array:
+def in_order(parts: Sequence[mx.array], rounds: Sequence[Sequence[Sequence[int]]]) -> mx.array:
     """Numbers (S, D) in the order of the rows, of parts in the order of their passes."""
     order = [index for passes in rounds for indices in passes for index in indices]
     return mx.concatenate(list(parts))[mx.array(np.argsort(order))]

@@ -35,7 +35,7 @@ def test_sums_find_their_answers(tmp_path: Path, record_property: Callable[[str,
     train(tmp_path / "run", *given, f"trainer.steps={steps}")
     seconds = time.perf_counter() - began
     train(tmp_path / "still", *given, "trainer.steps=5", "learner.learning_rate=0")
-    before, after = (row["heldout_part/mrr@10"] for row in evaluations(tmp_path / "run"))
+    before, *_, after = (row["heldout_part/mrr@10"] for row in evaluations(tmp_path / "run"))
     still = [row["heldout_part/mrr@10"] for row in evaluations(tmp_path / "still")]
     record_property("tasks.embedding_before", before)
     record_property("tasks.embedding_mrr", after)
@@ -55,7 +55,7 @@ def test_questions_find_their_labels(tmp_path: Path, record_property: Callable[[
     given = ("learner=classifier", f"learner.data={data}", "rollout.problems_per_step=32", *COMMON)
     train(tmp_path / "run", *given, f"trainer.steps={request_of_tests().size(30, 2)}")
     train(tmp_path / "still", *given, "trainer.steps=5", "learner.learning_rate=0")
-    before, after = (row["heldout/accuracy"] for row in evaluations(tmp_path / "run"))
+    before, *_, after = (row["heldout/accuracy"] for row in evaluations(tmp_path / "run"))
     still = [row["heldout/accuracy"] for row in evaluations(tmp_path / "still")]
     record_property("tasks.classifier_before", before)
     record_property("tasks.classifier_accuracy", after)
