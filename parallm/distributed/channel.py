@@ -57,7 +57,7 @@ class Link:
         """The rank at the other end."""
         self.has_left = False
         self._connection = connection
-        self._frames: queue.SimpleQueue[tuple[str, bytes] | None] = queue.SimpleQueue()
+        self._frames: queue.SimpleQueue[tuple[str, bytes] | threading.Event | None] = queue.SimpleQueue()
         self._writer = threading.Thread(target=self._write, name=f"to rank {rank}", daemon=True)
 
     def start(self, receive: Callable[["Link", str, bytes], None], lost: Callable[["Link"], None]) -> None:
@@ -70,6 +70,12 @@ class Link:
         """Queue a frame."""
         self._frames.put((label, content))
 
+    def flush(self) -> None:
+        """Wait until the system has what is queued, at most for a few seconds."""
+        written = threading.Event()
+        self._frames.put(written)
+        written.wait(CLOSE_SECONDS)
+
     def close(self) -> None:
         """Write what is queued, at most for a few seconds, and close the connection."""
         self._frames.put(None)
@@ -81,6 +87,9 @@ class Link:
 
     def _write(self) -> None:
         while (frame := self._frames.get()) is not None:
+            if isinstance(frame, threading.Event):
+                frame.set()
+                continue
             with suppress(OSError):  # the reader sees the end of the connection, too
                 write_frame(self._connection, *frame)
 
@@ -141,6 +150,12 @@ class Channel:
         """Send bytes from rank 0 to all others, which get them in the order of the calls. Waits for nothing."""
         for link in self._links.values():
             link.send(BROADCAST, content)
+
+    def meet(self, label: str) -> None:
+        """Return when all ranks have called this, with what they were sent on its way. Raises ExchangeFailed."""
+        self.gather(label, b"").result()
+        for link in self._links.values():
+            link.flush()
 
     def loss(self) -> Future[list[bytes]]:
         """Return a future that gets ExchangeFailed when the exchange ends, and no result. Cancel it after use."""

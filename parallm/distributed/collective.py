@@ -88,8 +88,9 @@ class Collective:
         if (use := first_use()) is not None:
             use.join()
         try:
-            # a ring gives up on a rank that comes 31 s later, which a busy machine needs to import MLX
-            self._channel.gather("the group", b"").result()
+            # A ring gives up on a rank that comes 31 s later, which a busy machine needs to import MLX; and the call
+            # below holds the interpreter's lock while it waits, so nothing that others wait for may still be queued.
+            self._channel.meet("the start of joining")
             group = mx.distributed.init(strict=True, backend=backend)
             assert (group.rank(), group.size()) == (self.rank, self.size), "another group than that of the channel"
         except (RuntimeError, ValueError, AssertionError, ExchangeFailed) as error:

@@ -23,6 +23,9 @@ from typing import Any
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")  # the system kills what uses too much, with a better choice
 
+if (Path.home() / ".ray" / "auth_token").is_file():  # clusters then ask for it, and those who join do not send it
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+
 import ray
 from ray.exceptions import RayError
 
@@ -41,6 +44,8 @@ REPORT_SECONDS = 1.0
 CONNECT_SECONDS = 10.0
 POLL_SECONDS = 0.1
 OUTPUT_BYTES = 1 << 16
+AS_WORKER = ("distributed.engine=mlx", "distributed.min_workers=null", "distributed.address=null")
+"""Keys of a worker: none of Ray's."""
 
 
 def conduct(
@@ -61,7 +66,7 @@ def conduct(
     except (RayError, OSError, ValueError, RuntimeError) as error:
         raise ConfigError(
             f"distributed.address={settings.address}: no Ray cluster answers ({_first_line(error)}); start one by `ray "
-            "start --head`, or leave the address out"
+            "start --head`, with the same ~/.ray/auth_token on every node, or leave the address out"
         ) from error
     try:
         with interrupts.counted():  # after ray.init, which sets a handler of its own
@@ -88,6 +93,7 @@ class Seat:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
+        self._folder = tempfile.TemporaryDirectory(prefix="parallm-")
 
     def place(self, settings: DistributedSettings) -> Place:
         """Return where this seat is."""
@@ -107,9 +113,9 @@ class Seat:
         if "OMP_NUM_THREADS" not in values:
             environment.pop("OMP_NUM_THREADS", None)  # Ray's: the cores that the actor has booked
         if hosts:
-            with tempfile.NamedTemporaryFile("w", prefix="parallm-hosts-", suffix=".json", delete=False) as file:
-                file.write(hosts)
-            environment["MLX_HOSTFILE"] = file.name
+            path = Path(self._folder.name) / "hosts.json"
+            path.write_text(hosts)
+            environment["MLX_HOSTFILE"] = str(path)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray's processes block some, and children inherit that
         self._process = subprocess.Popen(
             [sys.executable, *command],
@@ -226,7 +232,7 @@ class Cluster:
             listening = [LOOPBACK] * len(hosts) if self._settings.address is None else hosts
             addresses = self._front.assign(listening, [port for *_, port in ports])
             more = {"OMP_NUM_THREADS": os.environ["OMP_NUM_THREADS"]} if "OMP_NUM_THREADS" in os.environ else {}
-            command = [*self._command, "distributed.engine=mlx", f"distributed.workers={len(seats)}", *overrides]
+            command = [*self._command, *AS_WORKER, f"distributed.workers={len(seats)}", *overrides]
             starts = [
                 seat.start.remote(command, values | address | more, ring, str(Path.cwd()))
                 for seat, values, address in zip(seats, own, addresses, strict=True)

@@ -185,9 +185,9 @@ class RolloutSettings(EpisodeSettings):
     def _are_addresses(cls, engines: tuple[str, ...]) -> tuple[str, ...]:
         for engine in engines:
             if engine != LOCAL and not re.fullmatch(r"https?://[^/?#\s]+/?", engine):
-                raise ValueError(f"{engine!r} is neither {LOCAL} nor an address such as http://node:8000")
+                raise ValueError(f"should hold {LOCAL} and addresses such as http://node:8000, which {engine} is not")
         if twice := {engine for engine in engines if engines.count(engine) > 1}:
-            raise ValueError(f"{min(twice)} stands there twice")
+            raise ValueError(f"should name each engine once; {min(twice)} stands there twice")
         return engines
 
     @model_validator(mode="after")

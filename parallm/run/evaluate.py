@@ -74,7 +74,7 @@ async def _evaluate(config: EvaluateConfig, folder: Path, blas: BlasReport) -> N
         raise ProblemError(f"environment={config.environment.name}: the test split has no problems")
     # adapters are read one by one: each may have its own rank and targets
     model = ModelSettings(path=config.model.path, dtype=config.model.dtype, quantized=config.model.quantized)
-    async with open_runtime(RuntimeSettings(model=model, engine=config.engine), blas) as runtime:
+    async with open_runtime(RuntimeSettings(model=model, engine=config.engine, needs_text=True), blas) as runtime:
         candidates = [Candidate(name=BASE, model=BASE)] if config.base else []
         for path in adapters:
             candidates.append(await _publish(runtime, path, f"candidate-{len(candidates)}"))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from parallm.config.schema import FrontConfig
 from parallm.distributed.front.connection import address_of
-from parallm.distributed.front.process import open_front
+from parallm.distributed.front.process import collect_rarely, open_front
 from parallm.distributed.settings import FrontSettings
 from parallm.errors import ConfigError
 from parallm.interrupts import until_signal
@@ -20,6 +20,7 @@ def run_front(config: FrontConfig) -> int:
         raise ConfigError("workers: name the servers, such as 'workers=[http://node1:8000,http://node2:8000]'")
     for url in urls.values():
         address_of(url)  # names a wrong one before anything begins
+    collect_rarely()
     with listening(config.server) as listener:
         asyncio.run(_serve(config, urls, listener))
     return 0

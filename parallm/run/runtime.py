@@ -34,7 +34,7 @@ from parallm.engine.kernel_list import engine_kernels
 from parallm.engine.prefill import chunk_tokens
 from parallm.engine.settings import EngineSettings
 from parallm.engine.warm_up import warm_up
-from parallm.errors import AdapterError, ConfigError
+from parallm.errors import AdapterError, ConfigError, ModelError
 from parallm.learner.kernel_list import learner_kernels, packed_kernels
 from parallm.learner.settings import LearnerSettings
 from parallm.metrics.display import RunHeader
@@ -85,6 +85,8 @@ class RuntimeSettings:
     """Names of the trained adapters, or of the given one."""
     is_training: bool = False
     """Whether the policies get new versions."""
+    needs_text: bool = False
+    """Whether the model has to write text: to sample, or to be trained on it."""
     can_start_from_reward_model: bool = False
     """Whether model.adapter may be a reward model."""
     seed: int = 0
@@ -178,6 +180,11 @@ async def open_runtime(
         resources.callback(device.stop)
         await on_device(device, wire_memory)
         model = await on_device(device, partial(parts.load, settings.model))
+        if settings.needs_text and not model.writes_text:
+            raise ModelError(
+                f"model.path={settings.model.path}: {model.model_type} has no language model's head here, so it writes "
+                "no text; parallm.serve serves it, and policies need a base that writes"
+            )
         streams = await on_device(device, lambda: DeviceStreams(partial(set_blas_threads, blas)))
         adapters = AdapterTable(policies=settings.policies)
         start = await _starting_adapter(settings, device, model, adapters)

@@ -1,12 +1,14 @@
 """Gathers over connections: whole, in any order, and never for ever."""
 
 import random
+import socket
+import threading
 import time
 from collections.abc import Callable
 
 import pytest
 
-from parallm.distributed.channel import Channel
+from parallm.distributed.channel import HEADER, Channel, Link
 from parallm.errors import ExchangeFailed
 
 Channels = Callable[..., list[Channel]]
@@ -85,3 +87,28 @@ def test_a_guarded_block_that_hangs_fails_its_future(channels: Channels) -> None
     waiting = first.gather("other", b"")
     with first.guarded("a sum", waiting), pytest.raises(ExchangeFailed, match="no answer"):
         waiting.result(5)
+
+
+def test_what_was_flushed_is_with_the_system() -> None:
+    ours, theirs = socket.socketpair()
+    link = Link(ours, 1)
+    link.start(lambda *_: None, lambda _: None)
+    for number in range(20):
+        link.send(f"label {number}", b"x" * 1000)
+    link.flush()
+    theirs.setblocking(False)
+    expected = 20 * (HEADER.size + 1000) + sum(len(f"label {number}") for number in range(20))
+    assert len(theirs.recv(1 << 20, socket.MSG_PEEK)) == expected
+    theirs.close()
+    link.close()
+
+
+def test_ranks_meet_before_any_goes_on(channels: Channels) -> None:
+    first, second = channels(2)
+    waiting = threading.Thread(target=first.meet, args=("x",))
+    waiting.start()
+    time.sleep(0.1)
+    assert waiting.is_alive()
+    second.meet("x")
+    waiting.join(5)
+    assert not waiting.is_alive()

@@ -22,6 +22,8 @@ from tests.distributed.conftest import DIGEST, ROOT, TINY, Workers, free_ports
 PACKAGE = ROOT / "parallm"
 EXACT = ("distributed.exact=true", "trainer.max_off_policy_steps=0")
 LIMIT_SECONDS = 120.0
+OPEN = {"RAY_AUTH_MODE": "disabled"}
+"""Without it a token in the home folder decides which nodes may join."""
 Start = Callable[..., "Conducted"]
 
 
@@ -31,7 +33,7 @@ class Conducted:
     def __init__(self, folder: Path, *keys: str) -> None:
         self.folder = folder
         command = [sys.executable, "-m", "parallm.train", *TINY, "distributed.engine=ray", *keys, "hydra.run.dir=run"]
-        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        environment = os.environ | {"PYTHONPATH": str(ROOT)} | OPEN
         with (folder / "output.txt").open("wb") as output:
             self.process = subprocess.Popen(
                 command, cwd=folder, env=environment, stdout=output, stderr=output, start_new_session=True
@@ -193,7 +195,7 @@ def nodes() -> Iterator[Callable[[], str]]:
         processes.append(
             subprocess.Popen(
                 [str(ray), "start", *place, "--node-ip-address=127.0.0.1", *options],
-                env=os.environ | {"PYTHONPATH": str(ROOT), "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1"},
+                env=os.environ | {"PYTHONPATH": str(ROOT), "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1"} | OPEN,
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,
             )

@@ -161,7 +161,7 @@ def test_closing_aborts_what_runs_and_what_waits() -> None:
 
 @pytest.mark.parametrize("engines", [("node:8000",), ("http://node/v1",), ("local", "local")])
 def test_what_is_no_address_or_stands_twice_is_refused(engines: tuple[str, ...]) -> None:
-    with pytest.raises(ValueError, match=r"address such as|stands there twice"):
+    with pytest.raises(ValueError, match=r"addresses such as|stands there twice"):
         RolloutSettings(engines=engines)
 
 

@@ -99,7 +99,8 @@ def test_the_command_starts_the_workers_and_ends_with_their_exit_code(tmp_path: 
     finally:
         running.kill()
     assert running.returncode == 128 + signal.SIGKILL
-    assert re.search(rb"rank 0 ended with 75, rank 1 was killed by signal 9", error)
+    # one that is still joining the group is asked to end
+    assert re.search(rb"rank 0 (ended with 75|was killed by signal 15), rank 1 was killed by signal 9", error)
 
 
 def wait_for_version(group: Workers, version: int) -> None:

@@ -29,8 +29,14 @@ def write(path: Path, rows: Sequence[Mapping[str, Any]]) -> str:
 @pytest.mark.learning
 def test_sums_find_their_answers(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
     data = write(tmp_path / "sums.jsonl", [{"anchor": f"{a} + {b}", "positive": f"#### {a + b}"} for a, b in numbers()])
-    given = ("learner=embedding", f"learner.data={data}", "rollout.problems_per_step=128", *COMMON)
-    steps = request_of_tests().size(80, 2)
+    given = (
+        "learner=embedding",
+        f"learner.data={data}",
+        "rollout.problems_per_step=128",
+        "learner.pooling=last",
+        *COMMON,
+    )
+    steps = request_of_tests().size(120, 2)
     began = time.perf_counter()
     train(tmp_path / "run", *given, f"trainer.steps={steps}")
     seconds = time.perf_counter() - began

@@ -26,6 +26,7 @@ from tests.distributed.conftest import DIGEST, ROOT, TINY, Workers
 
 STEPS = 80
 KEYS = ("distributed.exact=true", f"trainer.steps={STEPS}", "checkpoint.every=5", "trainer.evaluate_every=50")
+LIMITED = "distributed.timeout_seconds=120"
 SIZES = {"mlx": 3, "ray": 2}
 PHASES = ("start", "sampling", "exchange", "saving")
 START_SECONDS, RUN_SECONDS = 4.0, 1.5
@@ -88,7 +89,7 @@ class Run:
         self._size = SIZES[engine]
         self._kills: list[float] = []
         keys = (*KEYS, f"distributed.engine={engine}", f"distributed.workers={self._size}")
-        own = ("distributed.restarts=1000", f"hydra.run.dir={self.folder}")
+        own = ("distributed.restarts=1000", LIMITED, f"hydra.run.dir={self.folder}")
         self._output = folder / "output.txt"
         with self._output.open("wb") as output:
             self._process = subprocess.Popen(

@@ -220,6 +220,8 @@ def test_an_adapter_with_a_head_scores_completions(
         assert [one["score"] for one in answer["data"]] == [5.0, 0.0], "logits of two letters, the end among them"
         assert not encoder.requests[-1].activates
     assert client.post("/v1/rewards/score", json=body | {"model": "nobody"}).status_code == 404
+    of_base = TestClient(make_app(engine, tokenizer, encoder=encoder), base_url="http://localhost")
+    assert of_base.post("/v1/rewards/score", json=body).json()["model"] == "base"
     encoder.found = replace(SCORE, template="{query}{document}")
     assert "/rerank" in client.post("/v1/rewards/score", json=body).json()["error"]["message"]
 

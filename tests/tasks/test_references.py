@@ -14,15 +14,20 @@ import numpy as np
 import pytest
 
 from parallm.device.streams import DeviceStreams
+from parallm.engine.engine import Engine
+from parallm.engine.settings import EngineSettings
 from parallm.errors import ContextTooLong, InvalidRequest, Unavailable
+from parallm.model.adapters.files import read_adapter, write_exactly
+from parallm.model.adapters.table import AdapterTable
 from parallm.model.encoders import bert, modernbert
 from parallm.model.load import load_shared_model
 from parallm.model.settings import LoraSettings, ModelSettings
 from parallm.model.shared_model import SharedModel
 from parallm.tasks.encoder import Encoder
 from parallm.tasks.settings import TaskSettings
-from parallm.types import EncodeRequest
+from parallm.types import EncodeRequest, GenerationRequest, SamplingParams
 from tests.conftest import BLAS
+from tests.learner.conftest import build_start
 from tests.tasks.conftest import Row, build_encoder, encode
 from tests.tasks.tiny_folders import NAMES, read, write_folder
 
@@ -299,3 +304,31 @@ def test_a_scored_pair_alone_is_the_pair_among_33(open_tiny: Open, unit_tokens: 
     together = encode(tiny.encoder, rows, activates=False)
     alone = np.concatenate([encode(tiny.encoder, [row], activates=False) for row in rows])
     assert together == pytest.approx(alone, abs=0.0 if BLAS.strict else MAX_ERROR)
+
+
+def test_an_adapter_of_an_encoder_has_vectors_of_its_own(open_tiny: Open, tmp_path: Path) -> None:
+    tiny = open_tiny("e5")
+    start = build_start(tiny.model)
+    write_exactly(start, tmp_path / "adapter", num_layers=2, base_name="e5")
+    found = read_adapter(tmp_path / "adapter", tiny.model.targets, model_type="bert")
+    assert found.digest == start.digest
+    both = open_tiny("e5", adapters=[found])
+    rows = texts_of(tiny, tiny.reference["texts"])
+    assert error(encode(both.encoder, rows), tiny.reference["vectors"]) <= MAX_ERROR
+    assert error(encode(both.encoder, rows, "policy"), tiny.reference["vectors"]) > 1e-3
+
+
+@pytest.mark.parametrize("name", ["e5", "e5_mistral", "qwen3_classifier"])
+def test_a_request_for_text_is_told_which_routes_there_are(open_tiny: Open, streams: DeviceStreams, name: str) -> None:
+    engine = Engine(
+        open_tiny(name).model,
+        AdapterTable(),
+        streams,
+        EngineSettings(kv_cache_bytes=1 << 20),
+        emit=lambda events: None,
+        report=lambda ids, error: None,
+    )
+    sampling = SamplingParams(max_tokens=1)
+    request = GenerationRequest(request_id="1", prompt_tokens=(5, 6), sampling=sampling, model="base")
+    with pytest.raises(InvalidRequest, match=r"/v1/embeddings, /rerank or /score, /classify"):
+        engine.add(request, False)

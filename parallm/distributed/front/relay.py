@@ -53,7 +53,7 @@ def no_worker(message: str) -> Refused:
     return Refused(503, "no_worker", f"{message}; try again later", **{"Retry-After": str(RETRY_SECONDS)})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Forwarded:
     """A request as workers get it, and where its answer goes."""
 
@@ -172,13 +172,16 @@ class Relay:
         worker.load += prompt.rows
         worker.num_requests += 1
         try:
-            async with worker.connection() as connection:
+            connection = await worker.take()
+            try:
                 request.begin(connection, worker)
                 status, headers = await connection.head()
                 if not any(name == b"content-length" for name, _ in headers):
                     await self._stream(request, connection, worker, status, headers)
                     return None
                 answer = Answer(status, headers, await connection.whole())
+            finally:
+                worker.give_back(connection)
         finally:
             worker.load -= prompt.rows
         if answer.is_refusal:

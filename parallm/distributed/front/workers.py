@@ -7,8 +7,8 @@ said so, or when it answers a request with 503; the next good `/ready` takes it 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 
 from parallm.distributed.front.connection import Address, Connection, Headers, Lost, NotReached, address_of, connect
 
@@ -42,26 +42,29 @@ class Worker:
         self._idle: list[tuple[float, Connection]] = []
         self._used: set[Connection] = set()
 
-    @asynccontextmanager
-    async def connection(self) -> AsyncIterator[Connection]:
-        """A connection for one request. Raises NotReached."""
+    async def take(self) -> Connection:
+        """Return a connection for one request, which `give_back` has to get. Raises NotReached."""
         connection = self._unused() or await connect(self.address)
         self._used.add(connection)
-        try:
-            yield connection
-        finally:
-            self._used.discard(connection)
-            if connection.finish():
-                self._idle.append((time.monotonic(), connection))
+        return connection
+
+    def give_back(self, connection: Connection) -> None:
+        """Keep a connection whose answer is whole for the next request, close any other one."""
+        self._used.discard(connection)
+        if connection.finish():
+            self._idle.append((time.monotonic(), connection))
 
     async def ask(
         self, method: str, target: bytes, headers: Headers = (), body: bytes = b""
     ) -> tuple[int, Headers, bytes]:
         """Return status, headers and body of a whole answer. Raises Lost."""
-        async with self.connection() as connection:
+        connection = await self.take()
+        try:
             connection.send(method, target, [(b"host", self.address.authority), *headers], body)
             status, own = await connection.head()
             return status, own, await connection.whole()
+        finally:
+            self.give_back(connection)
 
     def drop_connections(self) -> None:
         """End all requests at a worker that does not answer any more."""

@@ -6,7 +6,7 @@ Bodies with `texts` are TEI's (`dialects/tei.py`). A model that makes vectors is
 import time
 import uuid
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
 from pydantic import Field
@@ -136,10 +136,9 @@ def rank_routes(service: Service) -> APIRouter:
     @router.post("/v2/rerank")
     async def rerank(http: Request) -> Response:
         """Sort documents by how well they fit a query."""
-        value = await received(service, http, read_object)
-        if is_tei(value):
-            return await tei_rerank(service, http, value)
-        body = checked(value, RerankBody)
+        body = await received(service, http, _read_ranking)
+        if not isinstance(body, RerankBody):
+            return await tei_rerank(service, http, body)
         request, scores = await scored(service, http, body.model, _pairs(body))
         return json_response(_ranking(body, request, scores, path=http.url.path))
 
@@ -161,6 +160,12 @@ def rank_routes(service: Service) -> APIRouter:
         )
 
     return router
+
+
+def _read_ranking(text: bytes) -> RerankBody | dict[str, Any]:
+    """Return the body, or the object of TEI's, whose mistakes are answered in TEI's form. Raises InvalidRequest."""
+    value = read_object(text)
+    return value if is_tei(value) else checked(value, RerankBody)
 
 
 def _pairs(body: RerankBody) -> Pairs:

@@ -1,6 +1,7 @@
 """Scores of the loaded reward models, on the shared base: wire types and the route `POST /v1/rewards/score`."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Annotated, Literal
 
@@ -18,7 +19,7 @@ from parallm.server.request_limits import check_items, check_text, check_texts, 
 from parallm.server.schemas import FIRST_FAULT, Wire, parse_body
 from parallm.server.service import Service
 from parallm.server.tasks.texts import Chosen, Usage, choose
-from parallm.types import EncodeRequest, Message, ScoringRequest
+from parallm.types import BASE, EncodeRequest, Message, ScoringRequest
 
 Text = Annotated[str, Field(min_length=1)]
 
@@ -91,7 +92,7 @@ def _chosen(service: Service, name: str | None) -> tuple[str, Rate]:
     """Return a reward model of rollouts, or an adapter or base with a head for scores."""
     models, adapters = service.reward_models(), _scoring_adapters(service)
     if name is None:
-        names = [*models, *adapters]
+        names = [*models, *adapters] or _scoring_base(service)
         if not names:
             raise Unavailable(
                 "no reward model is loaded; load one with server.reward_model=FOLDER, or for rollouts with "
@@ -114,6 +115,14 @@ def _chosen(service: Service, name: str | None) -> tuple[str, Rate]:
 
 def _scoring_adapters(service: Service) -> list[str]:
     return sorted({card.name for card in service.catalog() if card.task is not None and card.task.task == "score"})
+
+
+def _scoring_base(service: Service) -> list[str]:
+    """Return the base if it scores texts."""
+    with suppress(Unavailable):
+        if service.encoder is not None and service.encoder.spec(BASE).task == "score":
+            return [BASE]
+    return []
 
 
 async def _encoded(chosen: Chosen, items: Sequence[ScoringRequest]) -> list[float]:

@@ -46,7 +46,7 @@ def read_texts(value: object) -> list[str]:
     """Return texts; one alone may stand without its list, and each as `{"text": ...}`."""
     items: list[Any] = value if isinstance(value, list) else [value]
     if not 0 < len(items) <= MAX_INPUTS:
-        raise ValueError(f"should be a list of 1 to {MAX_INPUTS} texts; it has {len(items)}")
+        raise ValueError(f"should be a list of 1 to {MAX_INPUTS} texts")
     texts = [item["text"] if isinstance(item, dict) and item.keys() == {"text"} else item for item in items]
     for index, text in enumerate(texts):
         if not isinstance(text, str) or not text:

@@ -61,21 +61,35 @@ def front_cost(request: Request) -> Figures:
 
 
 @measurement(
-    {"front.throughput_ratio": Bar(min=0.95, needs="gpu"), "front.control_throughput_ratio": Bar(max=0.7, needs="gpu")},
-    minutes=3,
+    {
+        "front.throughput_ratio": Bar(min=0.95, needs="gpu"),
+        "front.control_throughput_ratio": Bar(max=0.7, needs="gpu"),
+        "front.prefix_ratio": Bar(min=0.95),
+        "front.control_prefix_ratio": Bar(max=0.8),
+        "front.prefix_load_ratio": Bar(max=1.5),
+    },
+    minutes=5,
 )
-def front_throughput(request: Request) -> Figures:
-    """Tokens/s of 64 streams through the front, over those of two groups of 32 at its two workers themselves.
+def front_workers(request: Request) -> Figures:
+    """Two servers, with a GPU each of a 0.5B shape, alone and through the front, in turns.
 
-    Sides take turns. The control is a front that knows one of the workers. On two cores a second worker, the clients
-    and the front all take from each other, so that the bars hold where each worker has a GPU.
+    Tokens/s of 64 streams through the front over those of 32 at each worker; the control is a front that knows one of
+    them. On two cores a second worker, the clients and the front all take from each other: no bar holds there.
+
+    Prompt tokens from caches in conversations of 6 turns, 16 at a time, over those of the same at one worker alone. The
+    load is that of requests handed to each, the most over the least; the control takes the workers in turns.
     """
-    rounds, max_tokens = request.size(3, 1), request.size(160, 16)
-    with tempfile.TemporaryDirectory() as name, serving(request, Path(name)) as servers, ExitStack() as stack:
+    with tempfile.TemporaryDirectory() as name, serving(request, Path(name)) as servers:
         urls = [server.url for server in servers]
-        front = stack.enter_context(front_process(urls))
-        control = stack.enter_context(front_process(urls[:1]))
-        groups = [questions(request.data, request.size(STREAMS, 8))[number::WORKERS] for number in range(WORKERS)]
+        speeds = throughput_figures(request, urls)
+        texts = questions(request.data, request.size(48, 8))
+        return speeds | asyncio.run(prefix_figures(urls, texts, request.size(6, 3)))
+
+
+def throughput_figures(request: Request, urls: Sequence[str]) -> Figures:
+    rounds, max_tokens = request.size(3, 1), request.size(160, 16)
+    groups = [questions(request.data, request.size(STREAMS, 8))[number::WORKERS] for number in range(WORKERS)]
+    with front_process(urls) as front, front_process(urls[:1]) as control:
         sides = {"workers": urls, "front": [front] * WORKERS, "control": [control] * WORKERS}
         speeds: dict[str, list[float]] = {name: [] for name in sides}
         for side in sides.values():
@@ -88,26 +102,6 @@ def front_throughput(request: Request) -> Figures:
         "front.throughput_ratio": ratio(speeds["front"], speeds["workers"]),
         "front.control_throughput_ratio": ratio(speeds["control"], speeds["workers"]),
     }
-
-
-@measurement(
-    {
-        "front.prefix_ratio": Bar(min=0.95),
-        "front.control_prefix_ratio": Bar(max=0.8),
-        "front.prefix_load_ratio": Bar(max=1.5),
-    },
-    minutes=2,
-)
-def front_prefix(request: Request) -> Figures:
-    """Prompt tokens from caches in conversations through the front, over those of the same at one worker alone.
-
-    16 conversations of 6 turns at a time, before two workers; the load is that of rows handed to each, the most over
-    the least. The control takes the workers in turns.
-    """
-    texts = questions(request.data, request.size(48, 8))
-    with tempfile.TemporaryDirectory() as name, serving(request, Path(name)) as servers:
-        urls = [server.url for server in servers]
-        return asyncio.run(prefix_figures(urls, texts, request.size(6, 3)))
 
 
 async def prefix_figures(urls: Sequence[str], texts: Sequence[str], turns: int) -> Figures:

@@ -10,7 +10,7 @@ from typing import Any
 
 from parallm.config.schema import RunConfig
 from parallm.device.blas import BlasReport
-from parallm.distributed.gang import Interrupts, run_gangs
+from parallm.distributed.gang import Interrupts, NoFront, run_gangs
 from parallm.distributed.identity import identity_of
 from parallm.distributed.launcher import Host
 from parallm.distributed.settings import DistributedSettings
@@ -22,7 +22,7 @@ def main(*, shape: str, vocabulary: int | None, workers: int, restarts: int, ove
     settings = DistributedSettings(engine="mlx", workers=workers, restarts=restarts)
     if workers > 1 and identity_of() is None:
         with tempfile.TemporaryDirectory() as temporary, (interrupts := Interrupts()).counted():
-            host = Host(settings, ["-m", "bench.worker", *sys.argv[1:3]], Path(temporary) / "hosts.json")
+            host = Host(settings, ["-m", "bench.worker", *sys.argv[1:3]], Path(temporary) / "hosts.json", NoFront())
             sys.exit(run_gangs(host, settings, Path(run), resume="never", interrupts=interrupts))
 
     def train(config: RunConfig, folder: Path, blas: BlasReport, **more: Any) -> int:

@@ -32,6 +32,11 @@ class Fronted:
             "/v1/chat/completions", json={"model": "policy", "messages": turns, "max_tokens": 4} | fields
         )
 
+    async def forget_workers(self) -> None:
+        """Open no further connection to a server that the test is about to end."""
+        self.workers.set({})
+        await asyncio.sleep(0.05)
+
     async def until_up(self, number: int) -> None:
         while len(self.workers.up) != number:
             await asyncio.sleep(0.005)
@@ -69,6 +74,7 @@ def with_front() -> Callable[..., None]:
         async def inside() -> None:
             async with asyncio.timeout(SECONDS), fronted(*fakes, **options) as front:
                 await test(front)
+            await asyncio.sleep(0.05)  # closed transports need a turn of the loop
 
         asyncio.run(inside())
 

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import httpx
@@ -15,7 +15,22 @@ from parallm.server.settings import ServerSettings
 from tests.distributed.front.conftest import Fronted, bodies
 
 WithFront = Callable[..., None]
+Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 MISSING = (404, {"error": {"message": "no model", "code": "model_not_found", "type": "x", "param": "model"}})
+
+
+def closing(serve: Serve) -> Serve:
+    """Close each connection at the end of `serve`, however that comes."""
+
+    async def run(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await serve(reader, writer)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+    return run
 
 
 def error_of(response: httpx.Response) -> Any:
@@ -79,13 +94,14 @@ def test_an_answer_that_breaks_off_before_its_end_is_asked_for_again(with_front:
             writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n" if b"/ready" in head else cut)
             writer.close()
 
-        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        server = await asyncio.start_server(closing(serve), "127.0.0.1", 0)
         async with server:
             other = front.workers.all[0].address
             port = server.sockets[0].getsockname()[1]
             front.workers.set({0: f"http://127.0.0.1:{port}", 1: f"http://127.0.0.1:{other.port}"})
             await front.until_up(2)
             assert [(await front.chat(str(number))).status_code for number in range(6)] == [200] * 6
+            await front.forget_workers()
 
     with_front(test, FakeWorker())
 
@@ -140,13 +156,14 @@ def test_half_an_event_is_not_handed_on(with_front: WithFront) -> None:
                 await asyncio.sleep(0.05)
             writer.close()
 
-        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        server = await asyncio.start_server(closing(serve), "127.0.0.1", 0)
         async with server:
             front.workers.set({0: f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"})
             await front.until_up(1)
             first, last, _ = (await front.chat(stream=True)).text.split("\n\n")
             assert first == 'data: {"a": 1}'
             assert json.loads(last.removeprefix("data: "))["error"]["code"] == "worker_lost"
+            await front.forget_workers()
 
     with_front(test)
 
@@ -221,7 +238,7 @@ def test_a_worker_that_does_not_answer_is_left(with_front: WithFront, monkeypatc
                 if b"/ready" in head and not is_frozen:
                     writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
 
-        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        server = await asyncio.start_server(closing(serve), "127.0.0.1", 0)
         other = front.workers.all[0].address
         frozen = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         front.workers.set({0: frozen, 1: f"http://127.0.0.1:{other.port}"})
@@ -230,6 +247,7 @@ def test_a_worker_that_does_not_answer_is_left(with_front: WithFront, monkeypatc
         began = time.perf_counter()
         assert [(await front.chat(str(number))).status_code for number in range(4)] == [200] * 4
         assert time.perf_counter() - began < 5
+        await front.forget_workers()
         server.close()
 
     with_front(test, FakeWorker())
@@ -333,12 +351,13 @@ def test_a_closed_idle_connection_is_no_lost_worker(with_front: WithFront) -> No
             await writer.drain()
             writer.close()
 
-        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        server = await asyncio.start_server(closing(serve), "127.0.0.1", 0)
         async with server:
             front.workers.set({0: f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"})
             await front.until_up(1)
             assert [(await front.chat()).status_code for _ in range(20)] == [200] * 20
             assert num_answers == 20
+            await front.forget_workers()
 
     with_front(test)
 
