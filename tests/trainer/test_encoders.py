@@ -145,3 +145,16 @@ def test_lines_that_cannot_be_used_are_refused(
 def test_sizes_larger_than_the_vectors_are_refused(train: Train, sums: str) -> None:
     with pytest.raises((ProblemError, ConfigError), match="is more than the"):
         train(learner={"trains": "embedding", "data": sums, "dimensions": (100_000,)})
+
+
+def test_a_policy_beside_them_is_trained_as_if_it_were_alone(
+    train: Train, sums: str, kinds: str, tmp_path: Path
+) -> None:
+    vectors = {"learner": {"trains": "embedding", "data": sums, **FAST}}
+    labels = {"learner": {"trains": "classifier", "data": kinds, **FAST}}
+    train(folder="alone", trainer={"steps": 2}, policies={"poet": {}})
+    train(folder="beside", trainer={"steps": 2}, policies={"poet": {}, "vectors": vectors, "labels": labels})
+    digests = [read_adapter(tmp_path / folder / "poet" / "adapter").digest for folder in ("alone", "beside")]
+    assert digests[0] == digests[1]
+    kept = [read_adapter(tmp_path / "beside" / name / "adapter") for name in ("vectors", "labels")]
+    assert [adapter.task.task for adapter in kept if adapter.task is not None] == ["embed", "classify"]
