@@ -1,4 +1,4 @@
-"""Write tests/tasks/references/losses.json: losses and gradients of sentence-transformers and torch.
+"""Write tests/tasks/losses.json: losses and gradients of sentence-transformers and torch.
 
 In an environment with torch and sentence-transformers, without ours:
     VENV/bin/python scripts/build_loss_references.py
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from sentence_transformers.sentence_transformer import losses
 
-PLACE = Path(__file__).parents[1] / "tests" / "tasks" / "references" / "losses.json"
+PLACE = Path(__file__).parents[1] / "tests" / "tasks" / "losses.json"
 PAIRS, FEATURES, SIZE, DIMENSIONS = 5, 7, 6, (6, 4, 2)
 LABELS = 3
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -9,10 +10,9 @@ import numpy as np
 import pytest
 
 from parallm.tasks.losses import binary_cross_entropy, cross_entropy, info_nce, matryoshka
-from tests.tasks.tiny_folders import REFERENCES
 
 Record = Callable[[str, object], None]
-STORED = json.loads((REFERENCES / "losses.json").read_text())
+STORED = json.loads((Path(__file__).parent / "losses.json").read_text())
 COLUMNS = [mx.array(column) for column in STORED["columns"]]
 NOTHING = mx.zeros((5, 10), mx.bool_)
 
