@@ -12,13 +12,15 @@ from parallm.learner.settings import LearnerSettings
 from parallm.rollout.settings import RolloutSettings
 from parallm.trainer.settings import TrainerSettings
 
-RunKind = Literal["rollouts", "live", "atropos", "sft", "reward_model"]
+RunKind = Literal["rollouts", "live", "atropos", "sft", "reward_model", "embedding", "classifier"]
 CHOICES: Mapping[RunKind, str] = {
     "rollouts": "rollout.source=environment",
     "live": "rollout.source=live",
     "atropos": "rollout.source=atropos",
     "sft": "learner=sft",
     "reward_model": "learner=reward_model",
+    "embedding": "learner=embedding",
+    "classifier": "learner=classifier",
 }
 """Override that chooses each kind."""
 SAMPLING_KEYS = (
@@ -52,12 +54,15 @@ ENVIRONMENT_KEYS = (
     "trainer.evaluate_k",
 )
 TEXT_KEYS = ("learner.head_chunk_bytes", *ENVIRONMENT_KEYS)
+UNSAMPLED_KEYS = ("rollout.live", "rollout.atropos", *POLICY_KEYS)
 UNUSED: Mapping[RunKind, tuple[str, ...]] = {
     "rollouts": ("rollout.live", "rollout.atropos"),
     "live": ("rollout.atropos", *SAMPLING_KEYS),
     "atropos": ("rollout.live", *SAMPLING_KEYS),
-    "sft": ("rollout.live", "rollout.atropos", *POLICY_KEYS),
-    "reward_model": ("rollout.live", "rollout.atropos", *POLICY_KEYS, *TEXT_KEYS),
+    "sft": UNSAMPLED_KEYS,
+    "reward_model": (*UNSAMPLED_KEYS, *TEXT_KEYS),
+    "embedding": (*UNSAMPLED_KEYS, *TEXT_KEYS),
+    "classifier": (*UNSAMPLED_KEYS, *TEXT_KEYS),
 }
 """Keys that a kind of run does not read; a key stands for all keys below it."""
 
@@ -79,29 +84,34 @@ class RunParts(Protocol):
 
 
 def kind_of(run: RunParts) -> RunKind:
-    if run.learner.trains == "reward_model":
-        return "reward_model"
+    if run.learner.trains != "policy":
+        return run.learner.trains
     if resolve_objective(run.learner).policy == "likelihood":
         return "sft"
     return "rollouts" if run.rollout.source == "environment" else run.rollout.source
+
+
+def writes_text(kind: RunKind) -> bool:
+    """Whether the adapter writes completions."""
+    return kind not in ("reward_model", "embedding", "classifier")
 
 
 def plays_environment(run: RunParts) -> bool:
     """Whether evaluations sample completions of the environment's held-out problems."""
     kind, chosen = kind_of(run), run.trainer.evaluate_on
     if kind != "sft":
-        return kind != "reward_model"
+        return writes_text(kind)
     return chosen == "environment" or (chosen == "auto" and run.environment != ArithmeticSettings())
 
 
 def wrong_evaluation(run: RunParts) -> Iterator[str]:
     """Yield a line if the kind of run cannot be evaluated on `trainer.evaluate_on`."""
     kind, chosen = kind_of(run), run.trainer.evaluate_on
-    if chosen == "data" and kind not in ("sft", "reward_model"):
+    if chosen == "data" and kind != "sft" and writes_text(kind):
         yield "trainer.evaluate_on=data is for learner=sft; a policy that samples has no data to hold out"
-    if chosen == "environment" and kind == "reward_model":
+    if chosen == "environment" and not writes_text(kind):
         yield (
-            "trainer.evaluate_on=environment is for policies; a reward model is evaluated on pairs, see "
+            f"trainer.evaluate_on=environment is for policies; {CHOICES[kind]} is evaluated on lines of its data, see "
             "learner.data_held_out"
         )
 
@@ -109,6 +119,10 @@ def wrong_evaluation(run: RunParts) -> Iterator[str]:
 SWITCHES: Mapping[str, tuple[str, Callable[[RunParts], bool]]] = {
     "learner.data_reward_min": ("learner=sft", lambda run: kind_of(run) == "sft"),
     "learner.center_scores": ("learner=reward_model", lambda run: kind_of(run) == "reward_model"),
+    **{
+        f"learner.{key}": ("learner=embedding", lambda run: kind_of(run) == "embedding")
+        for key in ("pooling", "scale", "dimensions")
+    },
     "rollout.switch_in_flight": ("trainer.max_off_policy_steps", lambda run: run.trainer.max_off_policy_steps > 0),
     "rollout.overlong_weight": ("rollout.overlong_buffer", lambda run: run.rollout.overlong_buffer > 0),
     "rollout.reward_model.weight": (

@@ -324,8 +324,8 @@ def _wrong_for_workers(config: RunConfig) -> Iterator[str]:
         yield f"{engine}: rollout.source={config.rollout.source} learns from requests, which only one process can"
     if config.rollout.engines:
         yield f"{engine}: its workers sample in shares; leave rollout.engines out, or train with distributed=off"
-    if config.learner.trains == "reward_model":
-        yield f"{engine} trains policies; train a reward model with distributed=off"
+    if config.learner.trains != "policy":
+        yield f"{engine} trains policies; train with learner={config.learner.trains} and distributed=off"
     if config.rollout.curriculum.by != "off" and config.trainer.max_off_policy_steps:
         yield (
             f"{engine}: with rollout.curriculum.by={config.rollout.curriculum.by} what is drawn ahead depends on the "

@@ -36,6 +36,7 @@ from parallm.model.shared_model import SharedModel
 from parallm.rollout.collector import Collector
 from parallm.rollout.evaluation import Evaluator
 from parallm.rollout.runner import Generate
+from parallm.tasks.encoder_learner import EncoderLearner
 from parallm.trainer.pacing import Pacing
 
 MakePacing = Callable[[Callable[[], Awaitable[Path]]], Pacing]
@@ -84,7 +85,7 @@ class Single:
         adopt_rescued(folder)
         return CheckpointManager(folder, settings)
 
-    def make_pacing(self, learner: Learner | RewardLearner) -> MakePacing:
+    def make_pacing(self, learner: Learner | RewardLearner | EncoderLearner) -> MakePacing:
         return Pacing
 
     def recorder(self, folder: Path, settings: MetricsSettings, config: Mapping[str, Any]) -> RunRecorder:
@@ -101,7 +102,7 @@ class Single:
     def leave(self) -> None:
         """Need no other worker from now on: training has come to its end."""
 
-    async def check_same(self, facts: Mapping[str, Any], learner: Learner | RewardLearner) -> None:
+    async def check_same(self, facts: Mapping[str, Any], learner: Learner | RewardLearner | EncoderLearner) -> None:
         """Raise ConfigError with rank and key unless all workers have the same `facts`, and learners of one plan."""
 
 
@@ -144,7 +145,7 @@ class Shared(Single):
         adopt_rescued(folder)
         return LeaderCheckpoints(folder, settings, share=share, flaw=lambda: self._flaw)
 
-    def make_pacing(self, learner: Learner | RewardLearner) -> MakePacing:
+    def make_pacing(self, learner: Learner | RewardLearner | EncoderLearner) -> MakePacing:
         return partial(
             SharedPacing,
             exchange=self._exchange,
@@ -164,7 +165,7 @@ class Shared(Single):
     def leave(self) -> None:
         self._exchange.close()
 
-    async def check_same(self, facts: Mapping[str, Any], learner: Learner | RewardLearner) -> None:
+    async def check_same(self, facts: Mapping[str, Any], learner: Learner | RewardLearner | EncoderLearner) -> None:
         assert isinstance(learner, SharedLearner), "reward models are trained by one process"
         parts = await self._gather({**facts, **learner.plan})
         for rank, part in enumerate(parts):

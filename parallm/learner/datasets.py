@@ -4,6 +4,10 @@ A demonstration is {"prompt": "...", "completion": "..."}; a line with a `reward
 `learner.data_reward_min` on, and one with a `finish_reason` only if it is `stop`. A pair is {"prompt": "...", "chosen":
 "...", "rejected": "..."}; an optional `margin` is the least difference of the two scores. Any line may have `messages`,
 [{"role": ..., "content": ...}], in place of `prompt`.
+
+Texts have the names of sentence-transformers: {"anchor": "...", "positive": "..."} with `negative`, a list of
+`negatives`, or neither; {"text": "...", "label": "name"} for one label of several, {"text": "...", "label": 1} for a
+target from 0 to 1, {"text": "...", "labels": ["name", ...]} for any number of labels.
 """
 
 import hashlib
@@ -24,6 +28,14 @@ from parallm.types import Message, Problem, Trajectory, TrajectoryGroup
 HELD_OUT = 10
 """One prompt in ten is held out, without a file of held-out lines."""
 SAMPLES = "samples.jsonl"
+TARGET = "score"
+"""Label of texts that have a number in place of names."""
+CONTENTS = {
+    "policy": "a jsonl file with lines of prompt and completion, or the folder of a run",
+    "reward_model": "a jsonl file with lines of prompt, chosen and rejected",
+    "embedding": "a jsonl file with lines of anchor and positive",
+    "classifier": "a jsonl file with lines of text and label",
+}
 Row = Mapping[str, Any]
 
 logger = logging.getLogger(__name__)
@@ -31,14 +43,19 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
-    """A prompt with a completion to imitate, or with two: the chosen and the rejected one."""
+    """A prompt with a completion to imitate, or with two: the chosen and the rejected one.
+
+    Or an anchor with its document and wrong ones, or a text with the names of its labels.
+    """
 
     example_id: str
     """Does not depend on the file's folder, so a run can resume after the file moved."""
     messages: tuple[Message, ...]
     completions: tuple[str, ...]
     rewards: tuple[float, ...]
-    """1 for a demonstration; those of a pair differ by its margin."""
+    """1 for a demonstration; those of a pair differ by its margin; targets of labels."""
+    is_multi_label: bool = False
+    """Whether a text has any number of labels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,25 +65,22 @@ class Dataset:
 
 
 def read_dataset(settings: LearnerSettings, *, holds_out: bool) -> Dataset | None:
-    """The demonstrations of a supervised run, or the pairs of a reward model's; None for a run that samples its own.
+    """The examples of a run that is given some; None for a run that samples its own.
 
     `holds_out`: keep some to evaluate on. Raises ConfigError for settings that contradict each other, ProblemError for
     data that cannot be used.
     """
     objective = resolve_objective(settings)
-    if settings.trains != "reward_model" and objective.policy != "likelihood":
+    if settings.trains == "policy" and objective.policy != "likelihood":
         for key in ("data", "data_held_out"):
             if (given := getattr(settings, key)) is not None:
                 raise ConfigError(
-                    f"learner.{key}={given} is for learner=sft and learner=reward_model; learner={settings.preset} "
-                    "samples its own"
+                    f"learner.{key}={given} is for learner=sft, reward_model, embedding and classifier; "
+                    f"learner={settings.preset} samples its own"
                 )
         return None
     if settings.data is None:
-        contents = "a jsonl file with lines of prompt and completion, or the folder of a run"
-        if settings.trains == "reward_model":
-            contents = "a jsonl file with lines of prompt, chosen and rejected"
-        raise ConfigError(f"learner.data: must be given; name {contents}")
+        raise ConfigError(f"learner.data: must be given; name {CONTENTS[settings.trains]}")
     if settings.data_held_out is not None and not holds_out:
         raise ConfigError(
             f"learner.data_held_out={settings.data_held_out}: trainer.evaluate_problems=0 turns evaluation off; set it "
@@ -136,13 +150,17 @@ def _is_held_out(example: Example) -> bool:
 
 
 def _read(settings: LearnerSettings, where: str, key: str) -> list[Example]:
-    path, is_pairs = Path(where).expanduser(), settings.trains == "reward_model"
-    if path.is_dir() and not is_pairs:
+    path, trains = Path(where).expanduser(), settings.trains
+    if path.is_dir() and trains == "policy":
         path = path / SAMPLES
     rows = _read_rows(path, key)
-    if not is_pairs:
+    if trains == "policy":
         rows = _accepted(rows, settings.data_reward_min, path, key)
-    return [_example(row, f"{key}: line {number}", path, is_pairs=is_pairs) for number, row in rows]
+    if trains == "embedding":
+        return [_document_example(row, f"{key}: line {number}", path) for number, row in rows]
+    if trains == "classifier":
+        return [_labeled_example(row, f"{key}: line {number}", path) for number, row in rows]
+    return [_example(row, f"{key}: line {number}", path, is_pairs=trains == "reward_model") for number, row in rows]
 
 
 def _read_rows(path: Path, key: str) -> list[tuple[int, Row]]:
@@ -198,6 +216,43 @@ def _example(row: Row, name: str, path: Path, *, is_pairs: bool) -> Example:
         messages=_messages(row, where),
         completions=tuple(row[field] for field in fields),
         rewards=(float(margin), 0.0) if is_pairs else (1.0,),
+    )
+
+
+def _document_example(row: Row, name: str, path: Path) -> Example:
+    negatives = row.get("negatives", [row["negative"]] if "negative" in row else [])
+    texts = [row.get("anchor"), row.get("positive"), *(negatives if isinstance(negatives, list) else [None])]
+    if not all(isinstance(text, str) and text for text in texts):
+        raise ProblemError(
+            f"{name} of {path} should have a text under anchor and positive, and texts under negative or negatives if "
+            f"there are any; it has {sorted(row)}"
+        )
+    return Example(
+        example_id=name,
+        messages=(Message(role="user", content=str(texts[0])),),
+        completions=tuple(str(text) for text in texts[1:]),
+        rewards=(1.0,) + (0.0,) * len(negatives),
+    )
+
+
+def _labeled_example(row: Row, name: str, path: Path) -> Example:
+    text, is_multi_label, target = row.get("text"), "labels" in row, 1.0
+    labels: Any = row["labels"] if is_multi_label else [row.get("label")]
+    if not isinstance(text, str) or not text or not isinstance(labels, list):
+        raise ProblemError(f"{name} of {path} should have a text under text, and label or labels; it has {sorted(row)}")
+    if not is_multi_label and isinstance(labels[0], int | float) and 0 <= labels[0] <= 1:
+        labels, target = [TARGET], float(labels[0])
+    if not all(isinstance(label, str) and label for label in labels) or len(set(labels)) < len(labels):
+        raise ProblemError(
+            f"{name} of {path}: the label is {str(labels)[:100]}, and labels are names, each once, or a number from 0 "
+            "to 1; write the names of numbered labels"
+        )
+    return Example(
+        example_id=name,
+        messages=(Message(role="user", content=text),),
+        completions=tuple(labels),
+        rewards=(target,) * len(labels),
+        is_multi_label=is_multi_label,
     )
 
 

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from parallm.settings import settings
+from parallm.types import Pooling
 
 Preset = Literal["dapo", "grpo", "bnpo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce_pp", "dppo", "sapo", "sft"]
 Advantage = Literal[
@@ -21,21 +22,30 @@ Correction = Literal["none", "token_truncate", "token_mask", "sequence_truncate"
 
 @settings
 class LearnerSettings:
-    trains: Literal["policy", "reward_model"] = "policy"
-    """Purpose of the adapter: to write completions, or to score them (learner=reward_model)."""
+    trains: Literal["policy", "reward_model", "embedding", "classifier"] = "policy"
+    """Purpose of the adapter: to write completions, to score them (learner=reward_model), to make vectors of texts
+    (learner=embedding) or labels (learner=classifier)."""
     preset: Preset = "dapo"
     """A loss by its published name, see learner/loss/objective.py. Keys that are null are as the preset has them."""
     data: str | None = None
     """For learner=sft: a jsonl file with lines of prompt or messages, and completion; or the folder of a run, whose
-    samples.jsonl counts. For learner=reward_model: a jsonl file with lines of prompt or messages, chosen, rejected."""
+    samples.jsonl counts. For learner=reward_model: a jsonl file with lines of prompt or messages, chosen, rejected. For
+    learner=embedding: anchor, positive, perhaps negative or negatives. For learner=classifier: text, and label or
+    labels."""
     data_reward_min: float = 1.0
     """Lines of `data` with a lower reward are left out; those without one count."""
     data_held_out: str | None = None
-    """For learner=sft and learner=reward_model: lines to evaluate on, of the same form as those of `data`; without it,
+    """For runs with `data`: lines to evaluate on, of the same form as those of `data`; without it,
     those of one in ten prompts of `data`, unless trainer.evaluate_problems=0."""
     center_scores: float = Field(default=0.0, ge=0)
     """For learner=reward_model: weight of the square of a pair's summed scores, which holds scores near zero; 0.01 is
     what TRL recommends."""
+    pooling: Pooling = "mean"
+    """For learner=embedding: how the hidden states of a text become a vector."""
+    scale: float = Field(default=20.0, gt=0)
+    """For learner=embedding: factor of the cosines in the loss, one over its temperature."""
+    dimensions: tuple[Annotated[int, Field(ge=1)], ...] = ()
+    """For learner=embedding: sizes that the vectors can be cut to (Matryoshka), trained beside the whole."""
 
     advantage: Advantage | None = None
     """How rewards become advantages; see learner/loss/advantage.py."""

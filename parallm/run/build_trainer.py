@@ -5,12 +5,13 @@
 
 import dataclasses
 import logging
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 
 from parallm.checkpoint.state import RunFacts, TrainingState
 from parallm.config.run_folder import TRAJECTORIES
-from parallm.config.run_kinds import CHOICES, kind_of, recorded_keys
+from parallm.config.run_kinds import CHOICES, kind_of, recorded_keys, writes_text
 from parallm.config.schema import RunConfig
 from parallm.distributed.parts import Single
 from parallm.errors import CheckpointError, ConfigError
@@ -30,6 +31,7 @@ from parallm.run.policy_runs import PolicyRun, PolicySpec
 from parallm.run.runtime import Runtime, on_device
 from parallm.run.training_data import TrainingData
 from parallm.trainer.context import TrainerContext
+from parallm.trainer.encoder_training import encoder_context
 from parallm.trainer.evaluations import final_adapter
 from parallm.trainer.evaluators import evaluation_samples
 from parallm.trainer.given_update import GivenUpdates
@@ -39,6 +41,7 @@ from parallm.trainer.reward_training import open_reward_model, reward_model_cont
 from parallm.trainer.saving import fingerprint_of, restore, write_adapter
 from parallm.trainer.supervised_trainer import SupervisedTrainer, add_held_out_loss, tokenize
 from parallm.trainer.trainer import Trainer
+from parallm.types import TrajectoryGroup
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +144,7 @@ async def _trainer_context(
     sources: AsyncExitStack,
 ) -> TrainerContext:
     config, kind = spec.config, kind_of(spec.config)
-    if kind == "rollouts" or (kind != "reward_model" and data.splits.test):
+    if kind == "rollouts" or (writes_text(kind) and data.splits.test):
         _check_context(config, runtime)
     steps, rollout, seed = config.trainer.steps, config.rollout, config.seed
     make_learner = partial(
@@ -201,7 +204,11 @@ async def _trainer_context(
 async def _supervised(
     context: TrainerContext, config: RunConfig, runtime: Runtime, given: Dataset
 ) -> tuple[TrainerContext, Loop]:
-    """Return the trainer of demonstrations or pairs, and the context that it uses."""
+    """Return the trainer of given examples, and the context that it uses."""
+    if config.learner.trains in ("embedding", "classifier"):
+        begin = partial(encoder_context, context, given, config, encoder=runtime.encoder, start=runtime.start)
+        begin = partial(begin, model=runtime.model, streams=runtime.streams)
+        return _trained_on(*await on_device(runtime.device, begin), config)
     held_out = tokenize(given.held_out[: config.trainer.evaluate_problems], runtime.model)
     if kind_of(config) == "reward_model":
         make = partial(reward_model_context, context, held_out, config.learner, start=runtime.start)
@@ -209,7 +216,13 @@ async def _supervised(
         context = await on_device(runtime.device, partial(make, total_steps=config.trainer.steps, seed=config.seed))
     else:
         context = add_held_out_loss(context, held_out)
-    groups = tokenize(given.train, runtime.model)
+    return _trained_on(context, tokenize(given.train, runtime.model), config)
+
+
+def _trained_on(
+    context: TrainerContext, groups: Sequence[TrajectoryGroup], config: RunConfig
+) -> tuple[TrainerContext, Loop]:
+    """Return the trainer of these groups in shuffled epochs, and the context that it uses."""
     stream = ProblemStream([group.problem for group in groups], config.seed)
     context, per_step = _drawing_from(context, stream), config.rollout.problems_per_step
     return context, SupervisedTrainer(context, groups, stream, config.trainer, per_step=per_step)

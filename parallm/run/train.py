@@ -231,7 +231,7 @@ def _settings(config: RunConfig, folder: Path) -> RuntimeSettings:
         policies=tuple(configs),
         is_training=True,
         needs_text=any(policy.learner.trains == "policy" for policy in configs.values()),
-        can_start_from_reward_model=all(policy.learner.trains == "reward_model" for policy in configs.values()),
+        can_start_from_reward_model=all(policy.learner.trains != "policy" for policy in configs.values()),
         seed=config.seed,
         learner=config.learner,
         folder=folder,

@@ -50,7 +50,7 @@ class Passes:
         passes = self._rectangles(rows) if self.model.is_encoder else self._packs(rows, shared)
         for start in range(0, len(passes), self.streams.width):
             chosen = passes[start : start + self.streams.width]
-            parts = self.streams.run(lambda indices: self._numbers(rows, indices, first_lengths, shared), chosen)
+            parts = self.streams.run(lambda indices: self.numbers(rows, indices, first_lengths, shared), chosen)
             mx.eval(parts)
             for indices, part_SD in zip(chosen, parts, strict=True):
                 for index, row_D in zip(indices, np.array(part_SD), strict=True):
@@ -83,9 +83,10 @@ class Passes:
             room -= 1
         return passes
 
-    def _numbers(
-        self, all_rows: Sequence[Row], indices: Sequence[int], first_lengths: Sequence[int], shared: int
+    def numbers(
+        self, all_rows: Sequence[Row], indices: Sequence[int], first_lengths: Sequence[int] = (), shared: int = 0
     ) -> mx.array:
+        """Numbers (S, D), float32, of the rows at `indices`, which all begin with the same `shared` tokens."""
         rows = [all_rows[index] for index in indices]
         if self.model.is_encoder:
             firsts = [first_lengths[index] for index in indices] if first_lengths else [len(row) for row in rows]

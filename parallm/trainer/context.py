@@ -15,6 +15,8 @@ from parallm.metrics.record import RunRecorder
 from parallm.model.adapters.table import AdapterTable
 from parallm.rollout.collector import Collector
 from parallm.rollout.evaluation import Evaluator
+from parallm.tasks.encoder_learner import EncoderLearner
+from parallm.trainer.encoder_evaluators import EncoderEvaluator
 from parallm.trainer.evaluators import DemonstrationEvaluator, PairEvaluator
 from parallm.trainer.pacing import Pacing
 
@@ -25,10 +27,10 @@ class TrainerContext:
 
     device: DeviceThread
     engine: AsyncEngine
-    learner: Learner | RewardLearner
+    learner: Learner | RewardLearner | EncoderLearner
     adapters: AdapterTable
     collector: Collector
-    evaluator: Evaluator | PairEvaluator | DemonstrationEvaluator | None
+    evaluator: Evaluator | PairEvaluator | DemonstrationEvaluator | EncoderEvaluator | None
     checkpoints: CheckpointManager
     fingerprint: Fingerprint
     facts: RunFacts

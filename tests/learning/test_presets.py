@@ -20,7 +20,10 @@ from bench.measurement import request_of_tests
 from bench.processes import ROOT, clean_environment, evaluations, metrics
 
 TARGET, STEPS, SEEDS = 0.85, 60, 3
-PRESETS = sorted({file.stem for file in (ROOT / "conf" / "learner").glob("*.yaml")} - {"sft", "reward_model"})
+PRESETS = sorted(
+    {file.stem for file in (ROOT / "conf" / "learner").glob("*.yaml")}
+    - {"sft", "reward_model", "embedding", "classifier"}
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

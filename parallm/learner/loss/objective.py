@@ -132,9 +132,10 @@ def resolve_objective(settings: LearnerSettings) -> Objective:
     chosen: dict[str, Any] = {field.name: getattr(settings, field.name) for field in fields(Objective)}
     given = {name: value for name, value in chosen.items() if value is not None}
     objective = replace(PRESETS[settings.preset], **given)
-    if settings.trains == "reward_model":
+    if settings.trains != "policy":
         errors = [
-            f"learner.{key}={value} is about the loss of a policy, and learner=reward_model has its own; leave it out"
+            f"learner.{key}={value} is about the loss of a policy, and learner={settings.trains} has its own; leave it "
+            "out"
             for key, value in given.items()
         ]
     else:

@@ -98,6 +98,16 @@ give("regenerated", "interop/trl/test_oracles.py", 1, ANEW, regenerated_error=ma
 give(
     "tasks", "tasks/test_references.py", 0.5, {"tasks.worst_embedding_error": Bar(max=1e-5)}, worst_embedding_error=max
 )
+give("task_losses", "tasks/test_losses.py", 0.1, {"tasks.worst_loss_error": Bar(max=1e-6)}, worst_loss_error=max)
+give(
+    "task_learning",
+    "learning/test_encoders.py",
+    2,
+    {"tasks.embedding_before": Bar(max=0.2), "tasks.embedding_mrr": Bar(min=0.9)},
+    {"tasks.embedding_seconds": Bar(max=60), "tasks.embedding_control_gain": Bar(min=0, max=0)},
+    {"tasks.classifier_before": Bar(max=0.6), "tasks.classifier_accuracy": Bar(min=0.95)},
+    {"tasks.classifier_control_gain": Bar(min=0, max=0)},
+)
 give("trl", "interop/trl/test_samples.py", 40, {"trl.samples_to_80_ratio": Bar(max=1)})
 give("split", "robustness/test_split.py", 1, {"ab.share_error": Bar(max=0.02)}, zero("ab.failed_requests"))
 give("head", "learner/passes/test_head_memory.py", 0.1, {"head.memory_ratio": Bar(max=0.1, needs="gpu")})

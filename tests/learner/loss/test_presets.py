@@ -19,7 +19,7 @@ def test_every_preset_is_a_choice_with_a_file_of_its_name() -> None:
     assert set(PRESETS) == names
     assert {path.stem: yaml.safe_load(path.read_text()) for path in CONF.glob("*.yaml")} == {
         **{name: {"preset": name} for name in names},
-        "reward_model": {"trains": "reward_model"},
+        **{name: {"trains": name} for name in ("reward_model", "embedding", "classifier")},
     }
 
 
