@@ -5,14 +5,16 @@ A demonstration is {"prompt": "...", "completion": "..."}; a line with a `reward
 "...", "rejected": "..."}; an optional `margin` is the least difference of the two scores. Any line may have `messages`,
 [{"role": ..., "content": ...}], in place of `prompt`.
 
-Texts have the names of sentence-transformers: {"anchor": "...", "positive": "..."} with `negative`, a list of
-`negatives`, or neither; {"text": "...", "label": "name"} for one label of several, {"text": "...", "label": 1} for a
-target from 0 to 1, {"text": "...", "labels": ["name", ...]} for any number of labels.
+Texts have the names of sentence-transformers: {"anchor": "...", "positive": "..."} with `negative`, `negative_1` to
+`negative_n`, a list of `negatives`, or none; {"text": "...", "label": "name"} for one label of several, {"text": "...",
+"label": 1} for a target from 0 to 1, {"text": "...", "labels": ["name", ...]} for any number of labels. Other fields of
+texts are refused.
 """
 
 import hashlib
 import json
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +30,7 @@ from parallm.types import Message, Problem, Trajectory, TrajectoryGroup
 HELD_OUT = 10
 """One prompt in ten is held out, without a file of held-out lines."""
 SAMPLES = "samples.jsonl"
+NEGATIVE = re.compile(r"negative(_[1-9][0-9]*)?")
 TARGET = "score"
 """Label of texts that have a number in place of names."""
 CONTENTS = {
@@ -220,12 +223,14 @@ def _example(row: Row, name: str, path: Path, *, is_pairs: bool) -> Example:
 
 
 def _document_example(row: Row, name: str, path: Path) -> Example:
-    negatives = row.get("negatives", [row["negative"]] if "negative" in row else [])
+    numbered = sorted((field for field in row if NEGATIVE.fullmatch(field)), key=lambda field: (len(field), field))
+    _check_fields(row, {"anchor", "positive", *(numbered or ["negatives"])}, f"{name} of {path}")
+    negatives = row.get("negatives", [row[field] for field in numbered])
     texts = [row.get("anchor"), row.get("positive"), *(negatives if isinstance(negatives, list) else [None])]
     if not all(isinstance(text, str) and text for text in texts):
         raise ProblemError(
-            f"{name} of {path} should have a text under anchor and positive, and texts under negative or negatives if "
-            f"there are any; it has {sorted(row)}"
+            f"{name} of {path} should have a text under anchor and positive, and texts under negative, negative_1 to "
+            f"negative_n, or negatives if there are any; it has {sorted(row)}"
         )
     return Example(
         example_id=name,
@@ -237,6 +242,7 @@ def _document_example(row: Row, name: str, path: Path) -> Example:
 
 def _labeled_example(row: Row, name: str, path: Path) -> Example:
     text, is_multi_label, target = row.get("text"), "labels" in row, 1.0
+    _check_fields(row, {"text", "labels" if is_multi_label else "label"}, f"{name} of {path}")
     labels: Any = row["labels"] if is_multi_label else [row.get("label")]
     if not isinstance(text, str) or not text or not isinstance(labels, list):
         raise ProblemError(f"{name} of {path} should have a text under text, and label or labels; it has {sorted(row)}")
@@ -254,6 +260,14 @@ def _labeled_example(row: Row, name: str, path: Path) -> Example:
         rewards=(target,) * len(labels),
         is_multi_label=is_multi_label,
     )
+
+
+def _check_fields(row: Row, known: set[str], where: str) -> None:
+    if unknown := sorted(row.keys() - known):
+        raise ProblemError(
+            f"{where} has a field {unknown[0][:100]!r}, which is not read beside {', '.join(sorted(known))}; leave it "
+            "out of the file, or rename it"
+        )
 
 
 def _messages(row: Row, where: str) -> tuple[Message, ...]:

@@ -1,10 +1,11 @@
-"""Files of sentence-transformers and config.json -> `TaskSpec`: pooling, normalization, prompts, sizes, labels.
+"""Files of sentence-transformers and config.json <-> `TaskSpec`: pooling, normalization, prompts, sizes, labels.
 
 What is not understood is refused by name, never guessed: a wrong pooling gives vectors that look right and are not.
 """
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -126,6 +127,70 @@ def check_attention(folder: Path) -> None:
 def adds_end_token(folder: Path) -> bool:
     """Whether tokenizer_config.json asks for an end token, which transformers itself has stopped to add."""
     return _optional(folder / "tokenizer_config.json").get("add_eos_token") is True
+
+
+def write_task_spec(spec: TaskSpec, folder: Path, base_config: Mapping[str, Any]) -> None:
+    """Write into the folder of a model or an adapter what `read_task_spec` needs to find `spec` there.
+
+    `base_config` is the base's config.json. An adapter for vectors gets no config.json, so the sizes that its vectors
+    may be cut to stand in its weights' metadata alone. Raises ModelError for what these files cannot say, OSError.
+    """
+    if spec.task == "embed":
+        _write_embed_spec(spec, folder, base_config)
+    else:
+        _write_classifier_spec(spec, folder, base_config)
+    found, expected = read_task_spec(folder), spec
+    if spec.task == "embed" and not (folder / "config.json").is_file():
+        expected = dataclasses.replace(spec, dimensions=found.dimensions if found else None)
+    if found is None or dataclasses.replace(found, source=spec.source) != expected:
+        raise ModelError(
+            f"the task of {spec.source} cannot be said in files of sentence-transformers and transformers, which would "
+            f"be read as {found}; export it with formats=[mlx], or with its head formats=[peft], and serve it here"
+        )
+
+
+def _write_embed_spec(spec: TaskSpec, folder: Path, base_config: Mapping[str, Any]) -> None:
+    size = base_config.get("hidden_size") or (base_config.get("text_config") or {}).get("hidden_size")
+    if size is None:
+        raise ModelError("config.json of the base has no hidden_size, which a Pooling needs; export with formats=[mlx]")
+    kinds = ["Transformer", "Pooling", *(["Normalize"] if spec.normalizes else [])]
+    paths = [f"{index}_{kind}" if index else "" for index, kind in enumerate(kinds)]
+    modules = [
+        {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for index, (kind, path) in enumerate(zip(kinds, paths, strict=True))
+    ]
+    for path in paths[1:]:
+        (folder / path).mkdir()
+    pooling = {key: name in spec.pooling for key, name in POOLING_KEYS.items()}
+    _write(folder / MODULES, modules)
+    _write(folder / paths[1] / "config.json", {"word_embedding_dimension": size, **pooling, "include_prompt": True})
+    _write(folder / SENTENCES, {"prompts": dict(spec.prompts), "default_prompt_name": spec.default_prompt})
+    limits = {} if spec.max_tokens is None else {"max_seq_length": spec.max_tokens}
+    _write(folder / "sentence_bert_config.json", {**limits, "do_lower_case": False})
+    if (folder / "config.json").is_file():
+        sizes = {"matryoshka_dimensions": list(spec.dimensions)} if spec.dimensions else {}
+        old = _object(folder / "config.json")
+        kept = {key: old[key] for key in old.keys() - {"is_matryoshka", "matryoshka_dimensions"}}
+        _write(folder / "config.json", kept | sizes | ({} if spec.dimensions is None else {"is_matryoshka": True}))
+
+
+def _write_classifier_spec(spec: TaskSpec, folder: Path, base_config: Mapping[str, Any]) -> None:
+    names = [str(name) for name in base_config.get("architectures") or ["Base"]]
+    activation = {"sigmoid": "Sigmoid", "softmax": "Softmax", "none": "Identity"}[spec.activation]
+    labels = {
+        "architectures": [re.sub(r"(For\w+|Model)?$", "", names[0], count=1) + CLASSIFIER],
+        "id2label": {str(index): label for index, label in enumerate(spec.labels)},
+        "label2id": {label: index for index, label in enumerate(spec.labels)},
+        "sentence_transformers": {"activation_fn": f"torch.nn.modules.activation.{activation}"},
+    }
+    if len(spec.labels) > 1:
+        kind = "multi" if spec.activation == "sigmoid" else "single"
+        labels["problem_type"] = f"{kind}_label_classification"
+    _write(folder / "config.json", {**base_config, **labels})
+
+
+def _write(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n")
 
 
 def to_json(spec: TaskSpec) -> str:

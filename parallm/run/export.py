@@ -18,8 +18,11 @@ from parallm.model.adapters.fuse import Quantization, fuse, model_bytes, write_m
 from parallm.model.adapters.module_names import modules_of
 from parallm.model.adapters.reward_head import refuse_head
 from parallm.model.load import check_local, find_folder, load_base, read_model_type
+from parallm.model.task_spec import write_task_spec
 
 FOLDERS = {"mlx": "adapter", "peft": "adapter_peft", "fused": "fused"}
+TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt")
+"""Files that sentence-transformers wants beside an adapter, too."""
 SPARE_BYTES = 32 << 20
 """Bytes of tokenizer, config and headers."""
 
@@ -86,15 +89,21 @@ def _write(config: ExportConfig, adapter: Adapter, named: Path, folder: Path) ->
     fused_config = fuse(base, base_config, adapter, dtype, quantization)  # checks the fit; evaluates nothing
     fused_bytes = model_bytes(base)
     _check_space(folder.parent, (fused_bytes if "fused" in config.formats else 0) + 2 * adapter.nbytes)
-    descriptions: dict[str, str] = {}
+    task, descriptions = adapter.task, dict[str, str]()
     if "mlx" in config.formats:
         write_mlx(adapter, folder / FOLDERS["mlx"], num_layers=num_layers)
         descriptions[FOLDERS["mlx"]] = "adapter for mlx-lm, --adapter-path"
     if "peft" in config.formats:
         write_peft(adapter, folder / FOLDERS["peft"], config.model.path, base_of(named), model_type=model_type)
+        if task is not None:
+            for path in (path for pattern in TOKENIZER_FILES for path in source.glob(pattern)):
+                shutil.copyfile(path, folder / FOLDERS["peft"] / path.name)
+            write_task_spec(task, folder / FOLDERS["peft"], base_config)
         descriptions[FOLDERS["peft"]] = "adapter for PEFT, PeftModel.from_pretrained"
     if "fused" in config.formats:
         write_model(base, fused_config, source, folder / FOLDERS["fused"])
+        if task is not None:
+            write_task_spec(task, folder / FOLDERS["fused"], base_config)
         quantized = "" if bits is None else f", {bits} bits"
         descriptions[FOLDERS["fused"]] = f"whole model, {fused_bytes / 1e6:,.1f} MB{quantized}"
     return descriptions

@@ -85,13 +85,15 @@ class Saver:
 
 
 def write_adapter(adapter: Adapter, folder: Path, model: SharedModel) -> None:
-    """Write `adapter` in mlx-lm's and PEFT's formats, one with a head in PEFT's only.
+    """Write `adapter` in mlx-lm's and PEFT's formats, one for vectors or with a head in one of them only.
+
+    `parallm.export` writes such an adapter for other programs, with what they need to know of it.
 
     PEFT's format is left out, with a warning, if transformers' names of the layers are unknown. Each folder is replaced
     whole. Raises CheckpointError for the first that the disk refuses.
     """
     depth = model.num_layers
-    if adapter.head is not None:
+    if adapter.spec is not None:
         write = partial(write_exactly, num_layers=depth, base_name=model.name, base_sha256=model.sha256)
         _put(folder / "adapter", lambda path: write(adapter, path))
         return

@@ -233,3 +233,36 @@ def test_masked_tokens_are_not_in_the_loss(nano: SharedModel, streams: DeviceStr
     )
     assert (all_tokens.num_tokens, one_token.num_tokens) == (len(whole.tokens), 1)
     assert 0 < one_token.nats < all_tokens.nats
+
+
+def test_wrong_documents_may_be_numbered(tmp_path: Path) -> None:
+    pair = {"anchor": "a", "positive": "b"}
+    wrong = {f"negative_{number}": str(number) for number in (10, 2, 1)}
+    rows: list[Mapping[str, Any]] = [pair, pair | {"negative": "0"}, pair | wrong, pair | {"negatives": ["4", "5"]}]
+    found = read_dataset(
+        LearnerSettings(trains="embedding", data=str(write_lines(tmp_path / "data.jsonl", *rows))), holds_out=False
+    )
+    assert found is not None
+    assert [one.completions[1:] for one in found.train] == [(), ("0",), ("1", "2", "10"), ("4", "5")]
+    assert [one.rewards for one in found.train[2:]] == [(1.0, 0.0, 0.0, 0.0), (1.0, 0.0, 0.0)]
+
+
+@pytest.mark.parametrize(
+    ("trains", "row", "named"),
+    [
+        ("embedding", {"anchor": "a", "positive": "b", "negative_0": "c"}, "negative_0"),
+        ("embedding", {"anchor": "a", "positive": "b", "score": 0.5}, "score"),
+        ("embedding", {"anchor": "a", "positive": "b", "negative": "c", "negatives": ["d"]}, "negatives"),
+        ("classifier", {"text": "a", "label": "b", "text_pair": "c"}, "text_pair"),
+        ("classifier", {"text": "a", "label": "b", "labels": ["c"]}, "label"),
+    ],
+)
+def test_other_fields_of_texts_are_refused_by_name(
+    tmp_path: Path, trains: Any, row: Mapping[str, Any], named: str
+) -> None:
+    path = write_lines(tmp_path / "data.jsonl", row)
+    with pytest.raises(ProblemError, match=f"line 1 of .* has a field '{named}', which is not read"):
+        read_dataset(LearnerSettings(trains=trains, data=str(path)), holds_out=False)
+    kept = {field: value for field, value in row.items() if field != named}
+    path = write_lines(path, kept)
+    assert read_dataset(LearnerSettings(trains=trains, data=str(path)), holds_out=False) is not None

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,8 @@ from parallm.engine.engine import Engine
 from parallm.engine.settings import EngineSettings
 from parallm.environment.arithmetic import Arithmetic
 from parallm.environment.settings import ArithmeticSettings
-from parallm.errors import AdapterError, CheckpointError, ConfigError
-from parallm.model.adapters.adapter import Adapter, make_adapter
+from parallm.errors import AdapterError, CheckpointError, ConfigError, ModelError
+from parallm.model.adapters.adapter import HEAD, Adapter, make_adapter, with_arrays
 from parallm.model.adapters.files import read_adapter, write_mlx, write_peft
 from parallm.model.adapters.initial import initial_arrays
 from parallm.model.adapters.reward_head import read_reward_model, with_reward_head
@@ -33,9 +34,10 @@ from parallm.model.adapters.table import AdapterTable
 from parallm.model.load import NANO, load_shared_model
 from parallm.model.settings import ModelSettings
 from parallm.model.shared_model import SharedModel
+from parallm.model.task_spec import read_task_spec
 from parallm.run.export import run_export
 from parallm.trainer.saving import write_adapter
-from parallm.types import GenerationRequest, SamplingParams, TokenEvent
+from parallm.types import Activation, GenerationRequest, SamplingParams, TaskSpec, TokenEvent
 
 ROOT = Path(__file__).parents[2]
 BLAS = load_blas(BlasSettings())
@@ -254,3 +256,68 @@ def test_a_reward_model_is_exported_in_pefts_format_alone(nano: SharedModel, ada
     assert not (tmp_path / "out").exists()
     run_export(TypeAdapter(ExportConfig).validate_python({**values, "formats": ["peft"]}), tmp_path / "run", BLAS)
     assert read_reward_model(tmp_path / "out" / "adapter_peft", nano).digest == trained.digest
+
+
+EMBED = TaskSpec(pooling=("mean",), dimensions=(16, 64), prompts={"query": "Q: "}, source="learner=embedding")
+
+
+@pytest.mark.parametrize("task", [EMBED, replace(EMBED, pooling=("last",), normalizes=False, dimensions=None)])
+def test_what_makes_vectors_pools_the_same_after_its_export(
+    nano: SharedModel, adapter: Adapter, tmp_path: Path, task: TaskSpec
+) -> None:
+    write_mlx(replace(adapter, task=task), tmp_path / "trained", num_layers=nano.num_layers)
+    values = {"model": {"adapter": str(tmp_path / "trained")}, "output": str(tmp_path / "out")}
+    assert run_export(TypeAdapter(ExportConfig).validate_python(values), tmp_path / "run", BLAS) == 0
+    fused, peft = tmp_path / "out/fused", tmp_path / "out/adapter_peft"
+    found, beside = read_task_spec(fused), read_task_spec(peft)
+    assert found is not None
+    assert beside is not None
+    assert replace(found, source=task.source) == task
+    assert replace(beside, source=task.source, dimensions=task.dimensions) == task
+    assert read_adapter(tmp_path / "out/adapter").task == task
+    assert (peft / "tokenizer.json").is_file(), "sentence-transformers looks for it beside the adapter"
+    config = json.loads((peft / "adapter_config.json").read_text())
+    assert config["task_type"] == "FEATURE_EXTRACTION"
+    assert all(name.startswith("layers.") for name in config["target_modules"]), "as the trunk alone has them"
+    for targets in (None, nano.targets):
+        again = read_adapter(peft, targets, model_type=nano.model_type)
+        assert (again.digest, again.task) == (adapter.digest, task)
+    (fused / "modules.json").unlink()
+    assert read_task_spec(fused) is None, "it is these files that say it"
+
+
+@pytest.mark.parametrize(("activation", "labels"), [("softmax", "abc"), ("sigmoid", "abc"), ("sigmoid", "a")])
+def test_a_classifier_is_exported_with_its_labels(
+    nano: SharedModel, adapter: Adapter, tmp_path: Path, activation: Activation, labels: str
+) -> None:
+    size = nano.targets["model.layers.0.self_attn.q_proj"][0]
+    task = TaskSpec(
+        task="classify" if len(labels) > 1 else "score",
+        pooling=("last",),
+        activation=activation,
+        labels=tuple(labels),
+        normalizes=False,
+        source="learner=classifier",
+    )
+    made = replace(with_arrays(adapter, {**adapter.arrays, HEAD: mx.ones((len(labels), size))}, version=8), task=task)
+    write_peft(made, tmp_path / "trained", nano.name, nano.sha256, model_type="llama")
+    values = {"model": {"adapter": str(tmp_path / "trained")}, "output": str(tmp_path / "out")}
+    with pytest.raises(AdapterError, match=r"export it with formats=\[peft\] alone"):
+        run_export(TypeAdapter(ExportConfig).validate_python(values), tmp_path / "run", BLAS)
+    run_export(TypeAdapter(ExportConfig).validate_python({**values, "formats": ["peft"]}), tmp_path / "run", BLAS)
+    folder = tmp_path / "out/adapter_peft"
+    found = read_task_spec(folder)
+    assert found is not None
+    assert replace(found, source=task.source) == task
+    assert read_adapter(folder, nano.targets, model_type="llama").task == task
+    assert json.loads((folder / "adapter_config.json").read_text())["task_type"] == "SEQ_CLS"
+    (folder / "config.json").unlink()
+    assert read_task_spec(folder) is None, "it is this file that says it"
+
+
+def test_a_task_that_the_files_cannot_say_is_refused(nano: SharedModel, adapter: Adapter, tmp_path: Path) -> None:
+    write_mlx(replace(adapter, task=replace(EMBED, template="{query}")), tmp_path / "trained", num_layers=2)
+    values = {"model": {"adapter": str(tmp_path / "trained")}, "output": str(tmp_path / "out")}
+    with pytest.raises(ModelError, match=r"cannot be said in files .* formats=\[mlx\]"):
+        run_export(TypeAdapter(ExportConfig).validate_python(values), tmp_path / "run", BLAS)
+    assert not (tmp_path / "out").exists()

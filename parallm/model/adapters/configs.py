@@ -178,13 +178,15 @@ def peft_config(adapter: Adapter, base_name: str, modules: Mapping[str, str]) ->
     targets = list(modules.values())
     # beside a text model there may be others, whose layers have the same names
     is_wrapped = any("language_model" in target.split(".") for target in targets)
-    layered = None if is_wrapped or outside_layers(targets) else layered_names(targets)
+    is_embed = adapter.task is not None and adapter.task.task == "embed"
+    # PEFT looks for `layers` behind a dot, and the trunk alone has none before it
+    layered = None if is_wrapped or is_embed or outside_layers(targets) else layered_names(targets)
     ranks = {modules[target]: rank for target, rank in adapter.ranks.items()}
     alphas = {modules[target]: _whole(alpha) for target, alpha in adapter.alphas.items()}
     has_head = adapter.head is not None
     return {
         "peft_type": "LORA",
-        "task_type": "SEQ_CLS" if has_head else "CAUSAL_LM",
+        "task_type": "SEQ_CLS" if has_head else "FEATURE_EXTRACTION" if is_embed else "CAUSAL_LM",
         "base_model_name_or_path": base_name,
         "r": adapter.rank,
         "lora_alpha": _whole(adapter.alpha),

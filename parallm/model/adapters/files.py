@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 import mlx.core as mx
@@ -36,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 MLX_WEIGHTS = "adapters.safetensors"
 PEFT_WEIGHTS = "adapter_model.safetensors"
+TRUNK = "model."
+"""What the names of a whole model's layers begin with, and those of its trunk do not."""
 PEFT_TENSOR = re.compile(
     r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?:(?P<part>[AB])(?:\.default)?\.weight|"
     r"magnitude_vector(?:\.default)?(?:\.weight)?)"
@@ -184,12 +187,26 @@ def write_peft(adapter: Adapter, folder: Path, base_name: str, base_sha256: str 
     layers of a `model_type` are unknown, OSError if the disk does not take it.
     """
     modules = modules_of(adapter.targets, model_type)
+    metadata = {}
+    if adapter.task is not None and adapter.task.task == "embed" and adapter.head is None:
+        modules, metadata = _of_trunk(modules), {"trunk": TRUNK}
     if lost := left_out_by_peft(adapter.targets, model_type):
         logger.warning(
             "PEFT 0.21 itself does not load %d layers of this adapter of %s, such as %s; other programs may",
             *(len(lost), model_type, modules[lost[0]]),
         )
-    _write_peft(adapter, folder, base_name, base_sha256, modules)
+    _write_peft(adapter, folder, base_name, base_sha256, modules, metadata)
+
+
+def _of_trunk(modules: Mapping[str, str]) -> dict[str, str]:
+    """`modules` as the model without its head names them, which makes vectors. Raises AdapterError."""
+    for module in modules.values():
+        if not module.startswith(TRUNK):
+            raise AdapterError(
+                f"an adapter for vectors is not written in PEFT's format where it changes {module}, which is not below "
+                f"{TRUNK.rstrip('.')}; leave the format out, formats=[mlx,fused]"
+            )
+    return {target: module.removeprefix(TRUNK) for target, module in modules.items()}
 
 
 def write_exactly(adapter: Adapter, folder: Path, *, num_layers: int, base_name: str, base_sha256: str = "") -> None:
@@ -200,8 +217,15 @@ def write_exactly(adapter: Adapter, folder: Path, *, num_layers: int, base_name:
         write_mlx(adapter, folder, num_layers=num_layers)
 
 
-def _write_peft(adapter: Adapter, folder: Path, base_name: str, base_sha256: str, modules: Mapping[str, str]) -> None:
-    """`modules` are the names of the targets in the file."""
+def _write_peft(
+    adapter: Adapter,
+    folder: Path,
+    base_name: str,
+    base_sha256: str,
+    modules: Mapping[str, str],
+    more: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """`modules` are the names of the targets in the file, `more` is further metadata."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG).write_text(json.dumps(peft_config(adapter, base_name, modules), indent=2) + "\n")
     tensors: dict[str, mx.array] = {}
@@ -212,7 +236,7 @@ def _write_peft(adapter: Adapter, folder: Path, base_name: str, base_sha256: str
             tensors[f"base_model.model.{module}.lora_magnitude_vector"] = adapter.arrays[f"{target}.m"]
     if adapter.head is not None:
         tensors["base_model.model.score.weight"] = adapter.head
-    metadata = {"format": "pt", "base_sha256": base_sha256} | _metadata(adapter)
+    metadata = {"format": "pt", "base_sha256": base_sha256, **more} | _metadata(adapter)
     write_arrays(folder / PEFT_WEIGHTS, tensors, metadata)
 
 
@@ -245,7 +269,7 @@ def read_adapter(
         else:
             adapter = _from_peft(
                 config,
-                _of_base(arrays, config, targets),
+                _of_base(arrays, config, targets, is_trunk="trunk" in metadata),
                 model_type,
                 identity,
                 is_ours="digest" in metadata,
@@ -261,14 +285,17 @@ def read_adapter(
     return adapter if task is None else replace(adapter, task=task)
 
 
-def _of_base(tensors: Arrays, config: PeftConfig, targets: Mapping[str, tuple[int, int]] | None) -> Arrays:
+def _of_base(
+    tensors: Arrays, config: PeftConfig, targets: Mapping[str, tuple[int, int]] | None, *, is_trunk: bool
+) -> Arrays:
     """`tensors` with the names of the whole model's layers: PEFT names those of an adapter for vectors as the trunk has
     them, without the head's class around it."""
-    if config.task_type != "FEATURE_EXTRACTION" or targets is None or not all(t.startswith("model.") for t in targets):
+    is_below = targets is not None and all(target.startswith(TRUNK) for target in targets)
+    if config.task_type != "FEATURE_EXTRACTION" or not (is_trunk or is_below):
         return tensors
     prefix = "base_model.model."
     plain = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
-    return {f"{prefix}{name if name.startswith('model.') else f'model.{name}'}": plain[name] for name in plain}
+    return {f"{prefix}{name if name.startswith(TRUNK) else TRUNK + name}": plain[name] for name in plain}
 
 
 def _checked_task(task: TaskSpec | None, adapter: Adapter) -> TaskSpec | None:
