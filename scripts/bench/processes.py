@@ -49,12 +49,15 @@ def foreign_environment() -> dict[str, str]:
 
 
 def run_program(
-    command: Sequence[str], environment: Mapping[str, str] | None = None, folder: Path | None = None
+    command: Sequence[str],
+    environment: Mapping[str, str] | None = None,
+    folder: Path | None = None,
+    given: str | None = None,
 ) -> str:
-    """Run a program to its end and return what it printed. Raises RuntimeError with its last words if it fails."""
-    done = subprocess.run(
-        command, capture_output=True, text=True, env=environment or clean_environment(), cwd=folder, check=False
-    )
+    """Run a program, whose standard input is `given`, to its end and return what it printed. Raises RuntimeError with
+    its last words if it fails."""
+    own = environment or clean_environment()
+    done = subprocess.run(command, capture_output=True, text=True, env=own, cwd=folder, input=given, check=False)
     if done.returncode != 0:
         words = done.stdout[-2000:] + done.stderr[-4000:]
         raise RuntimeError(f"{' '.join(command[:4])} ended with {done.returncode}:\n{words}")

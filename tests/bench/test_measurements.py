@@ -1,19 +1,27 @@
 """Measurements make of what they measured what their figures say. With made-up results, and with tiny sizes."""
 
+import json
 import sys
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
 from bench.compare import change, change_by_halves, tune
-from bench.measure import engine, learner, learning, runs, serving, start, vllm
+from bench.measure import engine, learner, learning, runs, serving, start, vllm, workers
 from bench.measurement import Figures, Request, bars
-from bench.processes import run_program
-from bench.workers import grpo_steps
+from bench.processes import SCRIPTS, run_program
+from bench.workers import grpo_steps, random_training
 from bench.workers.loads import LEARNING_MODES, limits_of_step
 
 import parallm.engine.engine
+from parallm.config.schema import RunConfig
+from parallm.device.blas import BlasReport
 from parallm.engine.sequence import make_sequences
+from parallm.run import train
+from parallm.run.runtime import open_runtime
 from parallm.types import POLICY, GenerationRequest, SamplingParams
 
 OURS = {"tokens": 800, "seconds": [2.0], "accepted": 0}
@@ -246,3 +254,55 @@ def test_the_command_lists_all_figures() -> None:
 def test_a_run_that_ends_before_its_first_step_has_no_seconds(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"no first step in \d+ s:\n.*learner.banana"):
         start.seconds_to_first_step(["learner.banana=1"], tmp_path)
+
+
+def test_runs_are_on_the_weights_of_their_shape() -> None:
+    figures: Figures = {}
+    for found in runs.run_shapes(Request(wanted=("runs.gpu.05b",), is_quick=True)):
+        figures |= found
+    assert figures["runs.gpu.05b.steps"] == 3
+    assert (figures["runs.gpu.05b.vs_parts"] or 0) > 0
+
+
+def test_a_run_on_another_model_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(vars(train), "open_runtime", open_runtime)
+    blas = BlasReport(name="reference", path=None, strict=False, message="")
+    monkeypatch.setattr(train, "run_training", lambda *_: 0)  # loads what model.path says
+    with pytest.raises(RuntimeError, match="not on the model given"):
+        random_training.train_on(pytest.fail, RunConfig(), tmp_path, blas)
+
+
+def test_two_workers_run_on_the_weights_of_a_shape() -> None:
+    job = workers.Job(shape="tiny", rows=8, tokens=4, steps=1, warm_up=0)
+    assert [row["step"] for row in workers.run(job, workers=2, rows=8)] == [1]
+
+
+class TypedServer(BaseHTTPRequestHandler):
+    """Takes JSON only where its type is told, as vLLM does, and names the model that it has."""
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        is_good = self.headers["content-type"] == "application/json" and body["model"] == "base"
+        self.send_response(200 if is_good else 400)
+        self.end_headers()
+        self.wfile.write(b"data: [DONE]\n\n" if is_good else f"no model {body['model']}".encode())
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), TypedServer) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        yield server.server_port
+        server.shutdown()
+        thread.join()
+
+
+def test_streams_are_read_from_a_server_that_wants_the_type_of_a_body(port: int) -> None:
+    assert vllm.stream_seconds(port, [3, 5], vocabulary=99, max_tokens=4) > 0
+
+
+def test_what_a_server_answers_in_place_of_a_stream_is_told(port: int) -> None:
+    reader = [sys.executable, str(SCRIPTS / "bench" / "workers" / "stream_reader.py"), str(port)]
+    with pytest.raises(RuntimeError, match="no model other"):
+        run_program(reader, given=json.dumps([{"model": "other"}]))

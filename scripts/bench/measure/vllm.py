@@ -26,7 +26,7 @@ import httpx
 
 from bench.compare import described, print_table, ratio
 from bench.measurement import Bar, Figures, Request, measurement
-from bench.processes import ROOT, SCRIPTS, SECONDS_TO_STOP, free_port, work, work_in_parts
+from bench.processes import ROOT, SCRIPTS, SECONDS_TO_STOP, free_port, last_json, run_program, work, work_in_parts
 from bench.workers.loads import SHAPES, Load, random_prompts
 
 BASE_PARTS, LORA_PARTS = ("b1", "b32", "b128", "burst"), ("lora", "lora8")
@@ -275,5 +275,4 @@ def stream_seconds(port: int, lengths: Sequence[int], *, vocabulary: int, max_to
     body = {"model": "base", "max_tokens": max_tokens, "stream": True, "ignore_eos": True, "temperature": 1.0}
     bodies = json.dumps([body | {"prompt": list(prompt)} for prompt in prompts])
     reader = [sys.executable, str(SCRIPTS / "bench" / "workers" / "stream_reader.py"), str(port)]
-    done = subprocess.run(reader, input=bodies, capture_output=True, text=True, check=True)
-    return float(json.loads(done.stdout)["seconds"])
+    return float(last_json(run_program(reader, given=bodies))["seconds"])

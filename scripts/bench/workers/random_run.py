@@ -38,16 +38,12 @@ def main(
     def run(config: RunConfig, folder: Path, blas: BlasReport) -> int:
         from bench.workers.loads import SHAPES  # noqa: PLC0415  # not at the top: the command loads the BLAS before MLX
         from bench.workers.random_model import random_model  # noqa: PLC0415
-        from parallm.run import runtime  # noqa: PLC0415
-        from parallm.run.train import run_training  # noqa: PLC0415
+        from bench.workers.random_training import train_on  # noqa: PLC0415
 
-        def load(_: object) -> object:
-            models.append(random_model(SHAPES[shape]))
-            return models[-1]
-
-        runtime.load_shared_model = load  # type: ignore[assignment]
         limit_completions(group_size, prompts * group_size, (shortest, longest))
-        return run_training(config, folder, blas)
+        code, model = train_on(lambda: random_model(SHAPES[shape]), config, folder, blas)
+        models.append(model)
+        return code
 
     with tempfile.TemporaryDirectory() as folder:
         sys.argv[1:] = [

@@ -6,7 +6,7 @@ The first process starts the workers, which run this module, too.
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from parallm.config.schema import RunConfig
 from parallm.device.blas import BlasReport
@@ -15,6 +15,9 @@ from parallm.distributed.identity import identity_of
 from parallm.distributed.launcher import Host
 from parallm.distributed.settings import DistributedSettings
 from parallm.run.command import run_command
+
+if TYPE_CHECKING:
+    from parallm.model.shared_model import SharedModel
 
 
 def main(*, shape: str, vocabulary: int | None, workers: int, restarts: int, overrides: list[str], run: str) -> Any:
@@ -30,15 +33,13 @@ def main(*, shape: str, vocabulary: int | None, workers: int, restarts: int, ove
 
         from bench.workers.loads import SHAPES  # noqa: PLC0415
         from bench.workers.random_model import random_model  # noqa: PLC0415
-        from parallm.run import runtime  # noqa: PLC0415
-        from parallm.run.train import run_training  # noqa: PLC0415
+        from bench.workers.random_training import train_on  # noqa: PLC0415
 
-        def load(_: object) -> object:
+        def make() -> "SharedModel":
             mx.random.seed(0)  # every worker has the same base
             return random_model(SHAPES[shape] | ({"vocab_size": vocabulary} if vocabulary else {}))
 
-        runtime.load_shared_model = load  # type: ignore[assignment]
-        return run_training(config, folder, blas, **more)
+        return train_on(make, config, folder, blas, **more)[0]
 
     own = [f"distributed.workers={workers}", "distributed=mlx"] if workers > 1 else []
     sys.argv[1:] = [*overrides, *own, f"hydra.run.dir={run}", *sys.argv[3:]]  # a restart adds its own

@@ -9,7 +9,11 @@ import socket
 import sys
 import time
 
-HEAD = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {}\r\n\r\n"
+HEAD = (
+    "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+    "Content-Type: application/json\r\nContent-Length: {}\r\n\r\n"  # vLLM refuses a body without a type
+)
+TAIL = 1000
 
 port, bodies = int(sys.argv[1]), json.load(sys.stdin)
 began = time.perf_counter()
@@ -23,7 +27,7 @@ with selectors.DefaultSelector() as selector:
         for key, _ in selector.select():
             piece, end = key.fileobj.recv(1 << 16), key.data
             end += piece
-            del end[:-64]  # the last bytes say whether the stream was whole
+            del end[:-TAIL]  # they say whether the stream was whole, and what went wrong
             if not piece:
                 selector.unregister(key.fileobj)
                 if b"data: [DONE]" not in end:
