@@ -49,7 +49,8 @@ def until(is_so: object) -> None:
 @contextmanager
 def fake_process() -> Iterator[int]:
     port = free_port()
-    own = subprocess.Popen([sys.executable, "-m", "bench.fake_worker", str(port)], env=os.environ)
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "scripts")}
+    own = subprocess.Popen([sys.executable, "-m", "bench.fake_worker", str(port)], env=environment)
     try:
         yield port
     finally:
