@@ -115,7 +115,7 @@ class Channel:
         self.on_failure: Callable[[str], None] = lambda _: None
         """Called with the reason when the exchange has ended before its time."""
         self.broadcasts: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        """What rank 0 has sent by `broadcast`, in order; None: rank 0 has come to its end, or the exchange has."""
+        """The next payload that rank 0 sent by `broadcast`, in order; None: rank 0 or the exchange has ended."""
         self.late_seconds: defaultdict[int, float] = defaultdict(float)
         """At rank 0: how much later than the first each rank came to gathers at which it was the last."""
         self._links = {link.rank: link for link in links}

@@ -189,7 +189,7 @@ class FollowingEngine(Engine):
         report: Report,
         async_scheduling: bool = False,
     ) -> None:
-        """Adapters come from rank 0, and nobody here waits for events. Raises as `LeadingEngine`."""
+        """Adapters come from rank 0; events are dropped, because clients talk to rank 0. Raises as `LeadingEngine`."""
         self._channel = channel
         self._rank = channel.rank
         self._table = FollowedTable(AdapterTable())

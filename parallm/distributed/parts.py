@@ -65,7 +65,7 @@ class Single:
         folder: Path,
         defer: Callable[[Callable[[], Awaitable[None]]], object],
     ) -> Generate:
-        """What samples rollouts and evaluations: this process's engine, or the engines at `urls`; see `open_pool`."""
+        """The sampler of rollouts and evaluations: this process's engine, or the engines at `urls`; see `open_pool`."""
         if not urls:
             return engine.completions
         pool = await open_pool(urls, engine, model, table, device, policy=policy, folder=folder, defer=defer)

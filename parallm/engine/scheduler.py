@@ -107,7 +107,7 @@ class RequestQueue:
 
 
 class Memory(Protocol):
-    """What the scheduler asks of pages or slots; see `SlotMemory`."""
+    """The memory of keys and values as the scheduler sees it, pages or slots; see `SlotMemory`."""
 
     def fits(self, job: PrefillJob, decoder: Decoder) -> bool: ...
 

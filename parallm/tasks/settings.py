@@ -1,4 +1,4 @@
-"""Settings of what a model does beside writing text."""
+"""Settings of vectors and scores of texts."""
 
 from typing import Literal
 

@@ -31,7 +31,7 @@ NOBODY: frozenset[int] = frozenset()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """What the choice of a worker depends on."""
+    """The properties of a request by which its worker is chosen."""
 
     keys: Sequence[int] = ()
     """Hashes of the prompt's beginnings, the longest last."""

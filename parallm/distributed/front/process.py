@@ -1,4 +1,4 @@
-"""The front's process: `standing_front` for whoever starts workers, and `open_front` for a front alone.
+"""The front's process: `standing_front` for a launcher of workers, and `open_front` for a front alone.
 
 The starter binds the address and keeps the socket, so that clients can connect before there is a front and while one
 that has died is started again. It writes lines of JSON to the front's standard input: settings first, then the workers'

@@ -1,4 +1,4 @@
-"""What several workers report about themselves, as one text or one object."""
+"""The reports of several workers, such as metrics, as one text or one object."""
 
 import re
 from collections.abc import Mapping, Sequence

@@ -38,7 +38,7 @@ class Worker:
         """Requests that were handed to it so far."""
         self.is_up = False
         self.look = asyncio.Event()
-        """Set when somebody has seen that it may have changed."""
+        """An event that is set when the state may have changed."""
         self._idle: list[tuple[float, Connection]] = []
         self._used: set[Connection] = set()
 

@@ -1,4 +1,4 @@
-"""What a completion of another process must be before it counts: whole, of the version that was asked for, and likely.
+"""Checks of a completion from another process: it is whole, of the version that was asked for, and likely.
 
 A server names version and digest of the weights of each token, which proves that it has got the right ones. Log-probs,
 which this process computes anew for the first tokens of each version, show that it computes with them.

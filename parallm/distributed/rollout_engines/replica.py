@@ -68,7 +68,7 @@ class Versions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trainer:
-    """What all replicas of a pool know of this process."""
+    """The facts about this process that all replicas of a pool share."""
 
     facts: JoinBody
     """`served` is filled in."""
@@ -80,7 +80,7 @@ class Trainer:
 
 @dataclass(slots=True)
 class Account:
-    """What one engine has done since the last step."""
+    """The counts of one engine since the last step."""
 
     num_tokens: int = 0
     num_lost: int = 0
