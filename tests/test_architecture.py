@@ -21,7 +21,7 @@ LAYERS: tuple[set[str], ...] = (
     {"types", "reports", "errors", "settings", "seeds", "interrupts", "json_log"},
     {"metrics", "device", "client"},
     {"model"},
-    {"engine", "learner", "environment", "checkpoint"},
+    {"engine", "learner", "environment", "checkpoint", "registry"},
     {"rollout", "tasks"},
     {"trainer", "server"},
     {"integrations", "distributed"},

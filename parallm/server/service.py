@@ -13,6 +13,7 @@ from parallm.server.interfaces import (
     Device,
     Encoder,
     EngineClient,
+    Models,
     ReplicaHost,
     RewardModels,
     Tokenizer,
@@ -59,6 +60,8 @@ class Service:
     """Vectors of texts; without one, their route answers that this process makes none."""
     replica: ReplicaHost | None = None
     """This server as a rollout engine of a trainer; without one, its routes answer that it cannot be one."""
+    models: Models | None = None
+    """Models of the catalogue, which requests load by name; without them this process has one."""
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
     """Sampling defaults of OpenAI's routes, by the names of their fields."""
 
