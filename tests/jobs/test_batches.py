@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from parallm.errors import InvalidRequest, UnknownObject
-from parallm.jobs import batches
+from parallm.jobs import batch_lines, batches
 from parallm.jobs.batch_lines import Progress, check_file
 from parallm.jobs.batches import Answer
 from parallm.server.jobs.schemas import BatchBody
@@ -161,7 +161,7 @@ def test_without_reading_what_is_done_answers_come_twice(
     bench: Bench, application: Application, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control."""
-    read = batches.read_progress
+    read = batch_lines.read_progress
 
     def forget(*files: Any) -> Progress:
         read(*files)
