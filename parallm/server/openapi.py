@@ -33,6 +33,7 @@ from parallm.server.tasks import routes_classify as classify
 from parallm.server.tasks import routes_embeddings as embeddings
 from parallm.server.tasks import routes_rank as rank
 from parallm.server.tasks import routes_rewards as rewards
+from parallm.server.tasks import routes_rl as rl
 
 DESCRIPTION = """A language model that is served while it learns. Fields are honoured or refused by name, never ignored.
 Every error has the form of `ErrorAnswer`; `/generate` has those of the dialect that asks.
@@ -145,6 +146,7 @@ MODE = {
     "description": "Treatment of running requests.",
     "schema": {"type": "string", "enum": ["abort", "wait", "keep"], "default": "abort"},
 }
+OBSERVATION = {"shape": [1, 4], "datatype": "FP32", "data": [0.1, 0.0, -0.2, 0.0]}
 NAME = {"name": "name", "in": "query", "description": "Name of the adapter.", "schema": {"type": "string"}}
 
 _DOCUMENTS: Mapping[str, Row] = {
@@ -282,6 +284,16 @@ _DOCUMENTS: Mapping[str, Row] = {
         answer_example=[0.9, 0.1],
     ),
     "GET /info": Row(answer_example={"model_id": "nano", "model_type": {"embedding": {"pooling": "mean"}}}),
+    "POST /v1/rl/act, POST /v1/rl/rollout": Row(
+        (rl.ActBody,),
+        (rl.ActAnswer,),
+        {"model": "agent", "observations": [[0.1, 0.0, -0.2, 0.0]], "seed": 7},
+        {"a tensor of an exact version": {"model": "agent@1", "observations": {"obs": OBSERVATION}, "encoding": "b64"}},
+        errors=(422,),
+    ),
+    "GET /v1/rl/policies": Row((), (rl.PolicyList,), errors=(409,)),
+    "PUT /v1/rl/policies/{name}": Row((), (rl.PolicyEntry,), body_type="application/octet-stream"),
+    "DELETE /v1/rl/policies/{model}": Row((), (Done,)),
     "GET /v1/trajectories": Row((), (trajectories.TrajectoryList,)),
     "POST /v1/trajectories/{trajectory_id}/reward": Row(
         (trajectories.TrajectoryRewardBody,),
