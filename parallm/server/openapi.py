@@ -106,6 +106,14 @@ FOLDER = {"name": "poet", "path": "poet/adapter"}
 SUM_FORMAT = {"type": "json_schema", "json_schema": {"name": "sum", "schema": SUM_SCHEMA}}
 ADD = {"type": "function", "function": {"name": "add", "parameters": SUM_SCHEMA}}
 VERSION = {"name": "poet", "version": 3}
+PROCESS = {
+    "status": "running",
+    "pid": 4321,
+    "version": "0.1.0",
+    "uptime_seconds": 12.5,
+    "num_running": 1,
+    "num_waiting": 0,
+}
 STATUS = {"state": "paused", "step": 4, "total_steps": 200, "version": 4, "metrics": {"reward/mean": 0.61}}
 TRAINER = {
     "api": replicas.API,
@@ -152,6 +160,7 @@ _DOCUMENTS: Mapping[str, Row] = {
     "GET /ready": Row(answer_example={"status": "ready"}),
     "GET /metrics": Row(media_type="text/plain"),
     "GET /v1/metrics": Row(answer_example=METRICS),
+    "GET /v1/status": Row(answer_example=PROCESS),
     "GET /v1/models, GET /models": Row((), (ModelList,)),
     "GET /v1/models/{name}": Row((), (ModelEntry,)),
     "POST /v1/completions": Row(

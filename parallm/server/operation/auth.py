@@ -99,7 +99,7 @@ _ROUTES: Mapping[Role, Mapping[str, str]] = {
         "GET": """
             /models /v1/models /v1/models/{name}
             /model_info /get_model_info /get_weight_version /weight_info /get_world_size /get_world_size/
-            /health_generate /is_paused /metrics /v1/metrics /v1/queue /v1/queue/stats
+            /health_generate /is_paused /metrics /v1/metrics /v1/status /v1/queue /v1/queue/stats
             /v1/adapters /v1/shares /v1/splits /v1/trajectories /info
         """,
         "POST": """
