@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
-from parallm.config.schema import RunConfig, shipped
+from parallm.config.schema import RunConfig, ServeConfig, shipped
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "parallm"
@@ -22,7 +22,7 @@ LAYERS: tuple[set[str], ...] = (
     {"metrics", "device", "client"},
     {"model"},
     {"engine", "learner", "environment", "checkpoint"},
-    {"rollout", "tasks"},
+    {"rollout", "tasks", "jobs"},
     {"trainer", "server"},
     {"integrations", "distributed"},
     {"config"},
@@ -135,7 +135,8 @@ def test_a_docstring_begins_with_its_subject_or_verb() -> None:
 def test_groups_fields_and_parts_have_the_same_names() -> None:
     groups = {path.name for path in shipped("conf").iterdir() if path.is_dir()}
     parts = {path.parent.name for path in PACKAGE.glob("*/settings.py")}
-    names = {field.name for field in fields(RunConfig)} - {"name", "seed", "log_level", "log_format", "policies"}
+    keys = {field.name for kind in (RunConfig, ServeConfig) for field in fields(kind)}
+    names = keys - {"name", "seed", "log_level", "log_format", "policies"}
     assert names == parts
     assert groups <= parts
 

@@ -22,6 +22,7 @@ from parallm.distributed.settings import DistributedSettings, ServingSettings
 from parallm.engine.settings import EngineSettings
 from parallm.environment.settings import ArithmeticSettings, EnvironmentSettings
 from parallm.errors import ConfigError
+from parallm.jobs.settings import JobSettings
 from parallm.learner.loss.objective import resolve_objective
 from parallm.learner.settings import LearnerSettings
 from parallm.metrics.settings import DisplaySettings, MetricsSettings
@@ -107,6 +108,8 @@ class ServeConfig(LogConfig):
     """The display."""
     distributed: ServingSettings = ServingSettings()
     """Several servers behind one address, and a base that is divided between devices."""
+    jobs: JobSettings = JobSettings()
+    """Files, batches and fine-tuning jobs of clients."""
 
 
 @settings

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from parallm.jobs.jobs import Jobs
 from parallm.reports import TrainingStatus
 from parallm.server.catalog import resolved
 from parallm.server.control.traffic_splits import TrafficSplits, VersionStatistics
@@ -59,6 +60,8 @@ class Service:
     """Vectors of texts; without one, their route answers that this process makes none."""
     replica: ReplicaHost | None = None
     """This server as a rollout engine of a trainer; without one, its routes answer that it cannot be one."""
+    jobs: Jobs | None = None
+    """Files, batches and jobs; without them, their routes answer that this process keeps none."""
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
     """Sampling defaults of OpenAI's routes, by the names of their fields."""
 

@@ -15,6 +15,7 @@ TASK_PATHS = (
 )
 """Paths that need an encoder; see `test_tasks.py`."""
 NEED_AN_ANSWER = (
+    "POST /v1/batches",
     "POST /v1/rewards",
     "POST /v1/rewards/score",
     "POST /v1/trajectories/{trajectory_id}/reward",
