@@ -21,7 +21,7 @@ LAYERS: tuple[set[str], ...] = (
     {"types", "reports", "errors", "settings", "seeds", "interrupts", "json_log", "user_folders"},
     {"metrics", "device", "client"},
     {"model"},
-    {"engine", "learner", "environment", "checkpoint"},
+    {"engine", "learner", "environment", "checkpoint", "registry"},
     {"rollout", "tasks", "jobs"},
     {"trainer", "server"},
     {"integrations", "distributed"},

@@ -14,6 +14,7 @@ from parallm.server.interfaces import (
     Device,
     Encoder,
     EngineClient,
+    Models,
     ReplicaHost,
     RewardModels,
     Tokenizer,
@@ -60,6 +61,8 @@ class Service:
     """Vectors of texts; without one, their route answers that this process makes none."""
     replica: ReplicaHost | None = None
     """This server as a rollout engine of a trainer; without one, its routes answer that it cannot be one."""
+    models: Models | None = None
+    """Models of the catalogue, which requests load by name; without them this process has one."""
     jobs: Jobs | None = None
     """Files, batches and jobs; without them, their routes answer that this process keeps none."""
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
