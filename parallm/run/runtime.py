@@ -35,6 +35,7 @@ from parallm.engine.prefill import chunk_tokens
 from parallm.engine.settings import EngineSettings
 from parallm.engine.warm_up import warm_up
 from parallm.errors import AdapterError, ConfigError, ModelError
+from parallm.jobs.jobs import Jobs
 from parallm.learner.kernel_list import learner_kernels, packed_kernels
 from parallm.learner.settings import LearnerSettings
 from parallm.metrics.display import RunHeader
@@ -254,6 +255,7 @@ async def open_application(
     trajectories: Mapping[str, Trajectories] | None = None,
     sample_stores: Mapping[str, CompletionListener] | None = None,
     reward_models: Mapping[str, RewardModel] | None = None,
+    jobs: Jobs | None = None,
 ) -> AsyncIterator[Application]:
     """Answer requests until the end, over HTTP if `listener` is bound; clients that connect before wait.
 
@@ -283,6 +285,7 @@ async def open_application(
         encoder=runtime.encoder,
         actor=runtime.actor,
         replica=runtime.host,
+        jobs=jobs,
     )
     app = create_app(service)
     server = None if listener.bound is None else HttpServer(app, listener.bound, settings.server)

@@ -27,6 +27,8 @@ from parallm.server.dialects.routes_identity import absent_routes, identity_rout
 from parallm.server.dialects.routes_tokenize import tokenize_routes
 from parallm.server.dialects.tei import tei_routes
 from parallm.server.failures import Failure, failure_of
+from parallm.server.jobs.routes_batches import batch_routes
+from parallm.server.jobs.routes_files import file_routes
 from parallm.server.openai.routes import openai_routes
 from parallm.server.openapi import openapi_document
 from parallm.server.operation.auth import ROLES, auth_dependency, check_roles
@@ -60,6 +62,8 @@ ROUTES: Sequence[Callable[[Service], APIRouter]] = (
     split_routes,
     reward_routes,
     rl_routes,
+    file_routes,
+    batch_routes,
 )
 
 

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from parallm.jobs.jobs import Jobs
 from parallm.reports import TrainingStatus
 from parallm.server.catalog import resolved
 from parallm.server.control.traffic_splits import TrafficSplits, VersionStatistics
@@ -14,6 +15,7 @@ from parallm.server.interfaces import (
     Device,
     Encoder,
     EngineClient,
+    Models,
     ReplicaHost,
     RewardModels,
     Tokenizer,
@@ -62,6 +64,10 @@ class Service:
     """Policy nets; without one, their routes answer that this process has none."""
     replica: ReplicaHost | None = None
     """This server as a rollout engine of a trainer; without one, its routes answer that it cannot be one."""
+    models: Models | None = None
+    """Models of the catalogue, which requests load by name; without them this process has one."""
+    jobs: Jobs | None = None
+    """Files, batches and jobs; without them, their routes answer that this process keeps none."""
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
     """Sampling defaults of OpenAI's routes, by the names of their fields."""
 

@@ -166,7 +166,7 @@ def test_mistakes_are_errors_of_parallm_and_the_model_goes_on(
 ) -> None:
     with pytest.raises(kind, match=words):
         call(model)
-    assert model.chat("x", max_tokens=1).finish_reason == "length"
+    assert model.chat("x", temperature=0, max_tokens=1).finish_reason == "length"
 
 
 def test_adapters_come_by_name_and_their_versions_are_switched(
@@ -205,19 +205,19 @@ def test_an_interrupted_call_ends_its_request_and_the_model_goes_on(model: paral
     thread.join(SECONDS)
     with model.serve(port=0) as server:
         wait_for(lambda: not is_running(server.url))
-    assert model.chat("x", max_tokens=1).finish_reason == "length"
+    assert model.chat("x", temperature=0, max_tokens=1).finish_reason == "length"
 
 
 def test_a_cancelled_task_ends_its_request(model: parallm.Model) -> None:
     async def main() -> None:
         task = asyncio.create_task(model.agenerate(["1 + 1 ="], n=64, max_tokens=200, ignore_eos=True))
-        await model.achat("x", max_tokens=1)
+        await model.achat("x", temperature=0, max_tokens=1)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
 
     asyncio.run(main())
-    assert model.chat("x", max_tokens=1).finish_reason == "length"
+    assert model.chat("x", temperature=0, max_tokens=1).finish_reason == "length"
 
 
 def test_a_server_frees_its_port_and_the_model_goes_on_and_can_serve_again(model: parallm.Model) -> None:
@@ -229,9 +229,12 @@ def test_a_server_frees_its_port_and_the_model_goes_on_and_can_serve_again(model
     server.close()
     with socket.socket() as probe:
         assert probe.connect_ex(("127.0.0.1", port)) != 0
-    assert model.chat("x", max_tokens=1).finish_reason == "length"
+    assert model.chat("x", temperature=0, max_tokens=1).finish_reason == "length"
     with model.serve(port=port) as again:
-        assert over_http(again.url, "/v1/completions", prompt="x", max_tokens=1)["finish_reason"] == "length"
+        assert (
+            over_http(again.url, "/v1/completions", prompt="x", temperature=0, max_tokens=1)["finish_reason"]
+            == "length"
+        )
 
 
 def test_a_server_that_drains_leaves_calls_from_python_alone(model: parallm.Model) -> None:
@@ -241,7 +244,7 @@ def test_a_server_that_drains_leaves_calls_from_python_alone(model: parallm.Mode
         await asyncio.to_thread(wait_for, lambda: is_running(server.url))
         await asyncio.to_thread(server.close)
         assert not long.done(), "the end of the server has waited for it, or ended it"
-        assert (await model.achat("x", max_tokens=1)).finish_reason == "length"
+        assert (await model.achat("x", temperature=0, max_tokens=1)).finish_reason == "length"
         long.cancel()
 
     asyncio.run(main())

@@ -29,7 +29,7 @@ def test_a_closed_model_says_so_and_leaves_no_thread_and_no_memory() -> None:
     threads, memory = set(threading.enumerate()), mx.get_active_memory()
     model = parallm.load()
     server = model.serve(port=0)
-    model.chat("x", max_tokens=1)
+    model.chat("x", temperature=0, max_tokens=1)
     assert mx.get_active_memory() > memory + 1_000_000
     model.close()
     model.close()
@@ -82,7 +82,7 @@ def test_calls_under_way_when_a_model_is_closed_end_with_an_error() -> None:
 def test_keys_are_for_clients_and_not_for_the_program_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PARALLM_TEST_KEY", "secret-secret-secret")
     with parallm.load(overrides=[KEYS]) as model, model.serve(port=0) as server:
-        assert model.chat("x", max_tokens=1).finish_reason == "length"
+        assert model.chat("x", temperature=0, max_tokens=1).finish_reason == "length"
         url = f"{server.url}/v1/adapters"
         assert httpx.get(url, trust_env=False).status_code == 401
         keyed = {"Authorization": "Bearer secret-secret-secret"}

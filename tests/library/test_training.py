@@ -213,7 +213,7 @@ def test_one_update_is_made_on_answers_that_the_program_rewards() -> None:
         assert (update.version, update.num_trained, update.num_recomputed) == (1, 4, 0)
         assert update.kl_to_behaviour == pytest.approx(0, abs=1e-5)
         assert update.checkpoint is not None
-        assert run.model.chat("x", max_tokens=1).version == 1
+        assert run.model.chat("x", temperature=0, max_tokens=1).version == 1
         with pytest.raises(InvalidRequest, match="float"):
             run.train_on([{**rewarded[0], "reward": math.inf}])
 
@@ -305,4 +305,4 @@ def test_an_error_of_one_coroutine_ends_both_and_leaves_nothing() -> None:
     with pytest.raises(ConfigError, match="batch_size=9 is no multiple of group_size=8"):
         parallm.RLServer("nano", None, parallm.RLConfig(batch_size=9))
     with parallm.load() as model:
-        assert model.chat("x", max_tokens=1).finish_reason == "length"
+        assert model.chat("x", temperature=0, max_tokens=1).finish_reason == "length"

@@ -17,6 +17,7 @@ TASK_PATHS = (
 RL_PATHS = ("/v1/rl/act", "/v1/rl/rollout")
 """Paths that need a policy net; see `test_rl.py`."""
 NEED_AN_ANSWER = (
+    "POST /v1/batches",
     "POST /v1/rewards",
     "POST /v1/rewards/score",
     "POST /v1/trajectories/{trajectory_id}/reward",
