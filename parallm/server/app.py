@@ -27,6 +27,8 @@ from parallm.server.dialects.routes_identity import absent_routes, identity_rout
 from parallm.server.dialects.routes_tokenize import tokenize_routes
 from parallm.server.dialects.tei import tei_routes
 from parallm.server.failures import Failure, failure_of
+from parallm.server.jobs.routes_batches import batch_routes
+from parallm.server.jobs.routes_files import file_routes
 from parallm.server.openai.routes import openai_routes
 from parallm.server.openapi import openapi_document
 from parallm.server.operation.auth import ROLES, auth_dependency, check_roles
@@ -38,6 +40,7 @@ from parallm.server.tasks.routes_classify import classify_routes
 from parallm.server.tasks.routes_embeddings import embedding_routes
 from parallm.server.tasks.routes_rank import rank_routes
 from parallm.server.tasks.routes_rewards import reward_routes
+from parallm.server.tasks.routes_rl import rl_routes
 
 ROUTES: Sequence[Callable[[Service], APIRouter]] = (
     openai_routes,
@@ -58,6 +61,9 @@ ROUTES: Sequence[Callable[[Service], APIRouter]] = (
     load_routes,
     split_routes,
     reward_routes,
+    rl_routes,
+    file_routes,
+    batch_routes,
 )
 
 

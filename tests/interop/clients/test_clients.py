@@ -34,6 +34,7 @@ from tests.tasks.tiny_folders import read, write_folder
 PROGRAMS = Path(__file__).parent / "programs"
 TRANSFORMERS = "transformers==5.23.0"
 SECONDS = 300.0
+SETTINGS = ("tasks.pooling=mean", "jobs.enabled=true")
 ENCODERS = {"rerank": "xlm_roberta_reranker", "classify": "modernbert_classifier"}
 """Folders of `tests/tasks/references`, by what they do."""
 PROBLEMS = {
@@ -99,7 +100,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     write_tool_model(model)
     write_problems(model, problems)
     with ExitStack() as servers:
-        server = servers.enter_context(running("parallm.serve", [f"model.path={model}", "tasks.pooling=mean"], folder))
+        server = servers.enter_context(running("parallm.serve", [f"model.path={model}", *SETTINGS], folder))
         urls = {}
         for task, name in ENCODERS.items():
             (folder / task).mkdir()
