@@ -13,7 +13,7 @@ from mlx_lm.utils import load_model
 
 from parallm.errors import ModelError
 from parallm.model import quantized
-from parallm.model.kernels import unpack
+from parallm.model.kernels import quantized_gemm, unpack
 from parallm.model.load import NANO, load_shared_model
 from parallm.model.quantized import UnpackingLinear, unpacked_bytes
 from parallm.model.settings import LoraSettings, ModelSettings
@@ -121,8 +121,8 @@ def test_products_by_a_kernel_have_a_gradient(
         return nn.QuantizedLinear.__call__(layer, x)[None]
 
     monkeypatch.setattr(quantized, "on_cuda", lambda: True)
-    monkeypatch.setattr(quantized.quantized_gemm, "fits", lambda *_: True)
-    monkeypatch.setattr(quantized.quantized_gemm, "quantized_gemm", multiply)
+    monkeypatch.setattr(quantized_gemm, "fits", lambda *_: True)
+    monkeypatch.setattr(quantized_gemm, "quantized_gemm", multiply)
     plain = partial(nn.QuantizedLinear.__call__, layer)
     assert mx.allclose(layer(x), plain(x), atol=1e-5)
     found, expected = (mx.grad(lambda x, product=product: mx.sin(product(x)).sum())(x) for product in (layer, plain))
