@@ -262,14 +262,14 @@ async def open_application(
     `training` is clients' control of the trainers. The other parts are by policy: where clients' trajectories go, what
     records sampled completions, and the reward models of rollouts.
     """
-    settings, defaults = runtime.settings, dict(runtime.sampling_defaults)
-    max_tokens = int(defaults.pop("max_new_tokens", settings.server.default_max_tokens))
+    settings = runtime.settings
+    server_settings, defaults = with_max_tokens(settings.server, runtime.sampling_defaults)
     service = Service(
         engine=runtime.engine,
         tokenizer=runtime.model.tokenizer,
         catalog=runtime.adapters.cards,
         status=status,
-        settings=dataclasses.replace(settings.server, default_max_tokens=max_tokens),
+        settings=server_settings,
         sampling_defaults=defaults,
         base_name=settings.model.path,
         policies=runtime.adapters.policies,
@@ -297,6 +297,13 @@ async def open_application(
         finally:
             if server is not None:
                 await server.stop()
+
+
+def with_max_tokens(settings: ServerSettings, defaults: Mapping[str, float]) -> tuple[ServerSettings, dict[str, float]]:
+    """Return the settings of a service with the most tokens of an answer, and the other sampling defaults."""
+    others = dict(defaults)
+    max_tokens = int(others.pop("max_new_tokens", settings.default_max_tokens))
+    return dataclasses.replace(settings, default_max_tokens=max_tokens), others
 
 
 def header_of(name: str, model: ModelSettings, blas: BlasReport, url: str | None) -> RunHeader:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from parallm.jobs.jobs import Jobs
 from parallm.reports import TrainingStatus
-from parallm.server.catalog import resolved
+from parallm.server.catalog import card_of, resolved
 from parallm.server.control.traffic_splits import TrafficSplits, VersionStatistics
 from parallm.server.engine_gateway import CompletionListener, EngineGateway
 from parallm.server.interfaces import (
@@ -27,7 +27,7 @@ from parallm.server.operation.request_metrics import RequestMetrics
 from parallm.server.operation.tracing import Traces
 from parallm.server.request_limits import BodyBudget, WorkerPool
 from parallm.server.settings import ServerSettings
-from parallm.types import POLICY, AdapterCard, Completion, GenerationRequest
+from parallm.types import BASE, POLICY, AdapterCard, Completion, GenerationRequest
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -99,6 +99,11 @@ class Service:
             traces=self.traces,
             listeners=[self.statistics.count, *([self._record_samples] if self.sample_stores else [])],
         )
+
+    def serves(self, name: str) -> bool:
+        """Return whether the base, an adapter or a split has this name."""
+        is_own = name in (BASE, *self.policies, *self.splits.all())
+        return is_own or card_of(name, self.catalog()) is not None
 
     def _record_samples(self, request: GenerationRequest, completions: Sequence[Completion]) -> None:
         policy = resolved(request.model, self.catalog(), self.policies).partition("@")[0]

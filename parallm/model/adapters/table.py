@@ -86,6 +86,7 @@ class AdapterTable:
             check_name(name, taken=RESERVED)
         self._keep = keep
         self.policies = policies
+        self._other_names: dict[str, str] = {}
         self._state = TableState()  # swapped whole, so that other threads never see a half-made change
         self._lock = threading.RLock()
         self._dropped: set[Key] = set()
@@ -250,7 +251,7 @@ class AdapterTable:
 
         Before its first version is served a policy is the base. Raises UnknownModel with the choices.
         """
-        state, asked = self._state, plain(model)
+        state, asked = self._state, plain(self._other_names.get(model, model))
         name, versions = (latest_of(asked), state.newest) if latest_of(asked) else (asked, state.served)
         key = (name, versions[name]) if name in versions else state.aliases.get(asked)
         if key is not None:
@@ -260,6 +261,10 @@ class AdapterTable:
         if "@" in asked:
             return self._pinned(state, *asked.split("@", 1))
         raise UnknownModel(f"no model {model!r}; there are {self._names(state)}")
+
+    def call(self, name: str, meaning: str) -> None:
+        """Let a name of a catalogue mean the base or an adapter."""
+        self._other_names[name] = meaning
 
     def keys(self) -> Collection[Key]:
         """All versions in memory."""

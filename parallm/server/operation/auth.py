@@ -211,8 +211,8 @@ def auth_dependency(
         if drain.is_draining and not context.is_local and _asks_for_work(http):
             seconds = math.ceil(settings.drain_seconds)
             raise Draining(f"the server shuts down and takes no new requests; try again in {seconds} s", seconds)
-        seconds_left = _seconds_left(http, settings)
-        context.deadline = None if seconds_left is None else asyncio.get_running_loop().time() + seconds_left
+        if context.deadline is None:  # else time has passed since it was set
+            context.deadline = deadline_of(http.headers, settings)
 
     return check
 
@@ -222,9 +222,16 @@ def _asks_for_work(http: Request) -> bool:
     return role_of(http) == "inference" and (http.method == "POST" or http.url.path == "/health_generate")
 
 
-def _seconds_left(http: Request, settings: ServerSettings) -> float | None:
+def deadline_of(headers: Headers, settings: ServerSettings) -> float | None:
+    """Return when an answer that begins now has to be complete, on the clock of the event loop. Raises
+    InvalidRequest."""
+    seconds = _seconds_left(headers, settings)
+    return None if seconds is None else asyncio.get_running_loop().time() + seconds
+
+
+def _seconds_left(headers: Headers, settings: ServerSettings) -> float | None:
     """Return the shorter of the limits of server and client. Raises InvalidRequest."""
-    given = http.headers.get(TIMEOUT_HEADER)
+    given = headers.get(TIMEOUT_HEADER)
     if given is None:
         return settings.request_seconds
     try:
