@@ -298,7 +298,7 @@ class Pool:
             failure = (
                 error if isinstance(error, ParallmError) else ModelError(f"{named.name} cannot be loaded: {error}")
             )
-            logger.warning("%s is not loaded: %s", named.name, failure, exc_info=not is_known)
+            logger.warning("%s is not loaded: %s", named.name, failure, exc_info=failure is not error)
             await self._note(named, began, error=str(failure))
             self._tell(LoadFailed(key, failure, is_memory=isinstance(error, MemoryError)))
             return

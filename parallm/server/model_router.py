@@ -30,30 +30,12 @@ from parallm.server.request_limits import SECONDS_PER_BYTE, BodyBudget, WorkerPo
 from parallm.server.settings import ServerSettings
 
 LEASING = frozenset(
-    [
-        "/v1/chat/completions",
-        "/v1/completions",
-        "/v1/responses",
-        "/v1/embeddings",
-        "/embeddings",
-        "/rerank",
-        "/v1/rerank",
-        "/v2/rerank",
-        "/score",
-        "/v1/score",
-        "/pooling",
-        "/v1/pooling",
-        "/classify",
-        "/v1/classify",
-        "/v1/classifications",
-        "/inference/v1/generate",
-        "/tokenize",
-        "/detokenize",
-        "/api/generate",
-        "/api/chat",
-        "/api/embed",
-        "/api/embeddings",
-    ]
+    (
+        *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/embeddings"),
+        *("/rerank", "/v1/rerank", "/v2/rerank", "/score", "/v1/score", "/pooling", "/v1/pooling"),
+        *("/classify", "/v1/classify", "/v1/classifications", "/inference/v1/generate", "/tokenize", "/detokenize"),
+        *("/api/generate", "/api/chat", "/api/embed", "/api/embeddings"),
+    )
 )
 """Paths whose POST asks the model of its body to work."""
 LOAD_SECONDS = "parallm.load_seconds"
