@@ -44,6 +44,7 @@ from parallm.server.tasks.routes_classify import classify_routes
 from parallm.server.tasks.routes_embeddings import embedding_routes
 from parallm.server.tasks.routes_rank import rank_routes
 from parallm.server.tasks.routes_rewards import reward_routes
+from parallm.server.tasks.routes_rl import rl_routes
 
 OLLAMA = "/api/"
 """Beginning of the paths of Ollama's routes, which exist with `server.ollama` alone."""
@@ -66,6 +67,7 @@ ROUTES: Sequence[Callable[[Service], APIRouter]] = (
     load_routes,
     split_routes,
     reward_routes,
+    rl_routes,
     file_routes,
     batch_routes,
 )

@@ -70,7 +70,7 @@ def embed_routes(service: Service) -> APIRouter:
         if not body.prompt:
             return json_response(OllamaEmbeddingsAnswer(embedding=[]))
         texts = [body.prompt]
-        read = partial(_request, service, chosen, texts, body.options, truncates=True, activates=False)
+        read = partial(_request, service, chosen, texts, body.options, truncates=body.truncate, activates=False)
         _, vectors_ND = await _encoded(service, http, chosen, texts, read)
         return json_response(OllamaEmbeddingsAnswer(embedding=vectors_ND[0].tolist()))
 

@@ -138,6 +138,10 @@ class OllamaChatBody(GenerationFields):
     messages: Annotated[list[OllamaMessage], FIRST_FAULT] = Field(default=[])
     """No message loads the model, or unloads it with a `keep_alive` of 0."""
     tools: Annotated[list[OllamaTool], Field(max_length=MAX_TOOLS, fail_fast=True)] = Field(default=[])
+    system: str = ""
+    """Message of the system, where `messages` has none. Open WebUI sends this and `num_predict` here."""
+    num_predict: int | None = None
+    """The option of this name, where `options` has none."""
 
 
 class OllamaEmbedBody(Wire):
@@ -160,8 +164,11 @@ class OllamaEmbeddingsBody(Wire):
 
     model: ModelName
     prompt: str = ""
+    truncate: bool = True
     keep_alive: KeepAlive | None = None
     options: dict[str, Any] = Field(default_factory=dict)
+    input: Any = None
+    """Without effect. Open WebUI sends it beside the same text as `prompt`."""
 
 
 class LikelyToken(Wire):

@@ -75,6 +75,10 @@ def prepared_chat(body: OllamaChatBody, service: Service) -> OllamaRequest:
     if body.tools and service.tokenizer.output.tool_marks is None:
         raise InvalidRequest(f'"{body.model}" does not support tools: how it writes calls is unknown', "tools")
     messages = _messages(body.messages)
+    if body.system and all(message["role"] != "system" for message in messages):
+        messages.insert(0, {"role": "system", "content": body.system})
+    if body.num_predict is not None:
+        body = body.model_copy(update={"options": {"num_predict": body.num_predict} | body.options})
     tools = [{"type": "function", "function": tool.function.model_dump(exclude_none=True)} for tool in body.tools]
     return _chat_request(body, service, messages, starts=_starts(messages) if body.truncate else (), tools=tools)
 

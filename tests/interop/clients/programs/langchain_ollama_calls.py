@@ -35,7 +35,9 @@ def add(x: int) -> int:
 
 
 def chat(url: str = URL, **fields: Any) -> ChatOllama:
-    return ChatOllama(base_url=url, **{"model": MODEL, "temperature": 0, "num_predict": LONG if url == CALLING else 12} | fields)
+    return ChatOllama(
+        base_url=url, **{"model": MODEL, "temperature": 0, "num_predict": LONG if url == CALLING else 12} | fields
+    )
 
 
 def a_model_is_validated() -> None:
