@@ -12,10 +12,12 @@ from pathlib import Path
 import mlx.core as mx
 from starlette.types import ASGIApp
 
+from parallm.config.schema import RunConfig, ServeConfig
 from parallm.device.memory import free_memory, release_memory
 from parallm.engine.async_engine import AsyncEngine
 from parallm.engine.engine import Engine, is_out_of_memory
 from parallm.engine.prefill import chunk_tokens
+from parallm.errors import ConfigError
 from parallm.model.adapters.initial import starting_adapter
 from parallm.model.adapters.table import AdapterTable
 from parallm.model.kernels.cuda import on_cuda
@@ -43,6 +45,16 @@ UNPACKED_BYTES = 4
 """Bytes of a weight of a quantized base on a CPU."""
 
 logger = logging.getLogger(__name__)
+
+
+def check_registry(config: RunConfig | ServeConfig) -> None:
+    """Raise ConfigError for a catalogue in a process that is one of several, or that answers no requests."""
+    several = config.distributed != type(config.distributed)()
+    if config.registry.enabled and (several or not config.server.enabled):
+        raise ConfigError(
+            "registry.enabled=true: models of a catalogue belong to one process that serves a whole model; leave "
+            "distributed.* out, and set server.enabled=true"
+        )
 
 
 @asynccontextmanager

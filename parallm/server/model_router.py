@@ -17,11 +17,12 @@ from pydantic_core import from_json
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from parallm.errors import EngineFull, InvalidRequest, UnknownModel
+from parallm.errors import EngineFull, InvalidRequest, ParallmError, UnknownModel
 from parallm.registry.pool import Lease, Pool
 from parallm.registry.records import Named
 from parallm.server.connection import BODY_SECONDS, MIN_BYTES_PER_SECOND, while_connected
 from parallm.server.model_overlays import overlaid
+from parallm.server.ollama.names import ollama_error_response
 from parallm.server.ollama.schemas import read_keep_alive
 from parallm.server.operation.auth import StoredKey, authorize, deadline_of
 from parallm.server.operation.middleware import Drain
@@ -38,6 +39,7 @@ LEASING = frozenset(
     )
 )
 """Paths whose POST asks the model of its body to work."""
+OLLAMA = "/api/"
 LOAD_SECONDS = "parallm.load_seconds"
 """Key of a scope: seconds that a request has waited for its model."""
 
@@ -63,11 +65,22 @@ class ModelRouter:
         self._service = service
         self._pool = pool
         self._drain = drain
+        has_ollama = service.settings.ollama
+        self._paths = frozenset(path for path in LEASING if has_ollama or not path.startswith(OLLAMA))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in LEASING:
+        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in self._paths:
             await self._app(scope, receive, send)
             return
+        try:
+            await self._route(scope, receive, send)
+        except ParallmError as error:
+            if not scope["path"].startswith(OLLAMA):
+                raise
+            await ollama_error_response(error)(scope, receive, send)
+
+    async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Raises ParallmError before an answer has begun."""
         context, headers = current_request.get(), Headers(scope=scope)
         assert context is not None, "RequestMiddleware is around it"
         if not context.is_local:
@@ -146,7 +159,7 @@ class ModelRouter:
 def _only_unloads(path: str, body: Mapping[str, Any]) -> bool:
     """Return whether a request of Ollama's clients asks for nothing but that a model leaves memory."""
     asks = any(body.get(name) for name in ("prompt", "messages", "input"))
-    return path.startswith("/api/") and body.get("keep_alive") in (0, "0", "0s") and not asks
+    return path.startswith(OLLAMA) and body.get("keep_alive") in (0, "0", "0s") and not asks
 
 
 async def _replayed(messages: Iterator[Message], receive: Receive) -> Message:
