@@ -293,10 +293,11 @@ async def open_application(
         actor=runtime.actor,
         replica=runtime.host,
         jobs=jobs,
+        models=pool,
     )
     if settings.server.ollama:
         service.base = await asyncio.to_thread(_own_base, runtime)
-    app = create_app(service)
+    app = create_app(service, pool)
     server = None if listener.bound is None else HttpServer(app, listener.bound, settings.server)
     with _frozen_heap():
         try:

@@ -21,6 +21,7 @@ from parallm.registry.pool import Pool
 from parallm.server.connection import error_response
 from parallm.server.control.routes_adapters import adapter_alias_routes, adapter_routes
 from parallm.server.control.routes_engine import engine_routes, load_routes
+from parallm.server.control.routes_models import model_routes as registry_routes
 from parallm.server.control.routes_replicas import replica_routes
 from parallm.server.control.routes_splits import split_routes
 from parallm.server.control.routes_training import training_routes
@@ -53,6 +54,7 @@ from parallm.server.tasks.routes_rl import rl_routes
 OLLAMA = "/api/"
 """Beginning of the paths of Ollama's routes, which exist with `server.ollama` alone."""
 ROUTES: Sequence[Callable[[Service], APIRouter]] = (
+    registry_routes,  # before OpenAI's, one of which takes any name
     openai_routes,
     embedding_routes,
     rank_routes,

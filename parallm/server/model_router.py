@@ -90,7 +90,7 @@ class ModelRouter:
             await self._app(scope, receive, send)  # which refuses it
             return
         messages = await self._read(receive)
-        replayed = partial(_replayed, iter(messages), receive)
+        replayed: Receive = partial(_replayed, iter(messages), receive)
         body = await self._parsed(b"".join(message.get("body", b"") for message in messages))
         named = await self._named(body)
         if named is None or (_only_unloads(scope["path"], body) and not self._pool.is_loaded(named)):

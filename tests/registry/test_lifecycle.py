@@ -126,7 +126,7 @@ def test_the_least_recently_used_idle_models_make_room() -> None:
 
 def test_among_equals_the_larger_one_goes() -> None:
     state = loaded("a", num_bytes=20)
-    state = replace(state, slots=state.slots | {"b": replace(state.slots["a"], num_bytes=60)})
+    state = replace(state, slots={**state.slots, "b": replace(state.slots["a"], num_bytes=60)})
     played((5, want("c", 2, 50), [StartUnload("b")]), state=state)
 
 

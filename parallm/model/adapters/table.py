@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from parallm.errors import AdapterError, UnknownModel
 from parallm.model.adapters.adapter import Adapter, Key
-from parallm.model.adapters.names import check_name, is_number, latest_of, of_alias, plain, versioned
+from parallm.model.adapters.names import catalogue_key, check_name, is_number, latest_of, of_alias, plain, versioned
 from parallm.types import BASE, BEST, LATEST, POLICY, AdapterCard
 
 RESERVED = {BASE, LATEST, BEST}
@@ -251,7 +251,9 @@ class AdapterTable:
 
         Before its first version is served a policy is the base. Raises UnknownModel with the choices.
         """
-        state, asked = self._state, plain(self._other_names.get(model, model))
+        if self._other_names:
+            model = self._other_names.get(catalogue_key(model), model)
+        state, asked = self._state, plain(model)
         name, versions = (latest_of(asked), state.newest) if latest_of(asked) else (asked, state.served)
         key = (name, versions[name]) if name in versions else state.aliases.get(asked)
         if key is not None:
@@ -263,8 +265,8 @@ class AdapterTable:
         raise UnknownModel(f"no model {model!r}; there are {self._names(state)}")
 
     def call(self, name: str, meaning: str) -> None:
-        """Let a name of a catalogue mean the base or an adapter."""
-        self._other_names[name] = meaning
+        """Let a name of a catalogue mean the base or an adapter, in all its spellings."""
+        self._other_names[catalogue_key(name)] = meaning
 
     def keys(self) -> Collection[Key]:
         """All versions in memory."""

@@ -97,7 +97,7 @@ _ROUTES: Mapping[Role, Mapping[str, str]] = {
     "public": {"GET": "/health /ready / /api/version", "HEAD": "/ /api/version"},
     "inference": {
         "GET": """
-            /models /v1/models /v1/models/{name}
+            /models /v1/models /v1/models/loaded /v1/models/{name}
             /model_info /get_model_info /get_weight_version /weight_info /get_world_size /get_world_size/
             /health_generate /is_paused /metrics /v1/metrics /v1/status /v1/queue /v1/queue/stats
             /v1/adapters /v1/shares /v1/splits /v1/trajectories /info
@@ -132,12 +132,13 @@ _ROUTES: Mapping[Role, Mapping[str, str]] = {
         "GET": "/flush_cache",
         "PUT": "/v1/adapters/{name} /v1/shares /v1/splits/{name} /v1/rl/policies/{name}",
         "DELETE": """
-            /v1/adapters/{model} /v1/adapters/{name}/aliases/{alias} /v1/splits/{name} /v1/rl/policies/{model}
+            /v1/models/{name} /v1/adapters/{model} /v1/adapters/{name}/aliases/{alias} /v1/splits/{name} /v1/rl/policies/{model}
         """,
         "POST": """
             /pause /pause_generation /areal_pause_generation
             /resume /continue_generation /areal_continue_generation
             /abort_request /abort_requests /flush_cache /reset_prefix_cache /v1/warmup
+            /v1/models/load /v1/models/unload /v1/models/scan /v1/models/copy /v1/models/create
             /v1/adapters/load /v1/adapters/promote /v1/adapters/rollback /v1/adapters/aliases
             /load_adapter /upload_adapter /update_adapter_weights /model/switch-lora
             /load_lora_adapter /skyrl/v1/load_lora_adapter /v1/load_lora_adapter
