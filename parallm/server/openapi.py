@@ -265,13 +265,13 @@ _DOCUMENTS: Mapping[str, Row] = {
     "POST /model/switch-lora": Row(
         (adapters.SwitchBody,), (adapters.NameMeans,), VERSION, {"the policy, by a word": {"version": "checkpoint-3"}}
     ),
-    "GET /v1/models/loaded": Row((), (models.LoadedList,)),
-    "POST /v1/models/load": Row((models.LoadBody,), (Done,), {"model": "qwen/qwen3:latest", "keep_alive": "5m"}),
-    "POST /v1/models/unload": Row((models.NameBody,), (Done,), {"model": "qwen/qwen3:latest"}),
-    "POST /v1/models/scan": Row((), (models.NameList,)),
-    "POST /v1/models/copy": Row((models.CopyBody,), (Done,), {"source": "qwen/qwen3", "destination": "chat"}),
+    "GET /v1/models/loaded": Row((), (models.LoadedModelList,)),
+    "POST /v1/models/load": Row((models.ModelLoadBody,), (Done,), {"model": "qwen/qwen3:latest", "keep_alive": "5m"}),
+    "POST /v1/models/unload": Row((models.ModelNameBody,), (Done,), {"model": "qwen/qwen3:latest"}),
+    "POST /v1/models/scan": Row((), (models.ModelNameList,)),
+    "POST /v1/models/copy": Row((models.ModelCopyBody,), (Done,), {"source": "qwen/qwen3", "destination": "chat"}),
     "POST /v1/models/create": Row(
-        (models.CreateBody,), (Done,), {"model": "poet", "source": "qwen/qwen3", "system": "Answer in rhymes."}
+        (models.ModelCreateBody,), (Done,), {"model": "poet", "source": "qwen/qwen3", "system": "Answer in rhymes."}
     ),
     "DELETE /v1/models/{name}": Row((), (Done,)),
     "PUT /v1/splits/{name}": Row(

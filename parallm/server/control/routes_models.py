@@ -18,11 +18,11 @@ from parallm.server.service import Service
 ModelName = Annotated[str, Field(min_length=1, max_length=512)]
 
 
-class NameBody(Wire):
+class ModelNameBody(Wire):
     model: ModelName
 
 
-class LoadBody(NameBody):
+class ModelLoadBody(ModelNameBody):
     keep_alive: KeepAlive | None = None
     """Seconds that the model stays after its last request, or a duration such as 5m; below 0: until its memory is
     needed."""
@@ -30,12 +30,12 @@ class LoadBody(NameBody):
     """Whether only an unload makes it leave."""
 
 
-class CopyBody(Wire):
+class ModelCopyBody(Wire):
     source: ModelName
     destination: ModelName
 
 
-class CreateBody(NameBody):
+class ModelCreateBody(ModelNameBody):
     source: Annotated[str, Field(min_length=1, max_length=4096)]
     """A name, a hub id in the cache, or a folder below `registry.folders`."""
     system: str | None = None
@@ -46,7 +46,7 @@ class CreateBody(NameBody):
     """Messages before those of every chat."""
 
 
-class LoadedEntry(Wire):
+class LoadedModelEntry(Wire):
     model: str
     names: tuple[str, ...]
     state: str
@@ -59,11 +59,11 @@ class LoadedEntry(Wire):
     """Requests that it answers now."""
 
 
-class LoadedList(Wire):
-    data: list[LoadedEntry]
+class LoadedModelList(Wire):
+    data: list[LoadedModelEntry]
 
 
-class NameList(Wire):
+class ModelNameList(Wire):
     names: tuple[str, ...]
 
 
@@ -78,38 +78,38 @@ def model_routes(service: Service) -> APIRouter:
     @router.get("/v1/models/loaded")
     async def loaded() -> Response:
         """Models of the catalogue in memory, and on their way there or out of it."""
-        return json_response(LoadedList(data=[_entry(model) for model in models().loaded()]))
+        return json_response(LoadedModelList(data=[_entry(model) for model in models().loaded()]))
 
     @router.post("/v1/models/load")
     async def load(http: Request) -> Response:
         """Load a model, and answer when it is in memory."""
-        body = await body_of(service, http, LoadBody)
+        body = await body_of(service, http, ModelLoadBody)
         await models().load(body.model, keep_alive=body.keep_alive, is_pinned=body.pinned)
         return json_response(Done(status="ok"))
 
     @router.post("/v1/models/unload")
     async def unload(http: Request) -> Response:
         """Unload a model after the answers that it gives now, and answer when it has left memory."""
-        body = await body_of(service, http, NameBody)
+        body = await body_of(service, http, ModelNameBody)
         await models().unload(body.model)
         return json_response(Done(status="ok"))
 
     @router.post("/v1/models/scan")
     async def scan() -> Response:
         """Register the models that are on the disk now. Answers with the new names."""
-        return json_response(NameList(names=await models().scan()))
+        return json_response(ModelNameList(names=await models().scan()))
 
     @router.post("/v1/models/copy")
     async def copy(http: Request) -> Response:
         """Let a second name mean a model, with what the first one adds to it."""
-        body = await body_of(service, http, CopyBody)
+        body = await body_of(service, http, ModelCopyBody)
         await models().copy(body.source, body.destination)
         return json_response(Done(status="ok"))
 
     @router.post("/v1/models/create")
     async def create(http: Request) -> Response:
         """Let a name mean a model with a system message or parameters of its own."""
-        body = await body_of(service, http, CreateBody)
+        body = await body_of(service, http, ModelCreateBody)
         await models().create(body.model, body.source, _overlay(body))
         return json_response(Done(status="ok"))
 
@@ -122,8 +122,8 @@ def model_routes(service: Service) -> APIRouter:
     return router
 
 
-def _entry(model: Loaded) -> LoadedEntry:
-    return LoadedEntry(
+def _entry(model: Loaded) -> LoadedModelEntry:
+    return LoadedModelEntry(
         model=model.name,
         names=model.names,
         state=model.state,
@@ -134,6 +134,6 @@ def _entry(model: Loaded) -> LoadedEntry:
     )
 
 
-def _overlay(body: CreateBody) -> Overlay | None:
+def _overlay(body: ModelCreateBody) -> Overlay | None:
     given = body.model_dump(include={"system", "parameters", "messages"}, exclude_none=True)
     return Overlay(**{**given, "messages": tuple(given.get("messages", ()))}) if given else None
