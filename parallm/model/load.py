@@ -49,8 +49,8 @@ from parallm.model.tensor_parallel import Ranks, cut_layers, sum_outputs
 logger = logging.getLogger(__name__)
 
 NANO = Path(__file__).parent / "nano"
-UNIT_BYTES = 32 * 2**20
-"""Weights that are read in one unit of work; the smallest that costs no time (2 cores)."""
+UNIT_BYTES = 8 * 2**20
+"""Weights that are read in one unit of work: some milliseconds of a CPU."""
 FINGERPRINT_VALUES = 16  # of each array
 MAX_REASON = 500  # characters of an error of the libraries, which may list every tensor
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length", "max_sequence_length")

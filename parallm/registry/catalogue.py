@@ -280,6 +280,7 @@ def _connect(folder: Path) -> sqlite3.Connection:
     file = folder / FILE
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        (folder / OWN_MODELS).mkdir(exist_ok=True)
         os.close(os.open(file, os.O_CREAT | os.O_RDWR, 0o600))
         connection = sqlite3.connect(file, isolation_level=None, timeout=BUSY_SECONDS, check_same_thread=False)
         connection.execute("PRAGMA journal_mode=WAL")
