@@ -144,6 +144,7 @@ class Application:
 
     app: FastAPI
     server: HttpServer | None
+    pool: Pool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,7 +304,7 @@ async def open_application(
         try:
             if server is not None:
                 await server.start()
-            yield Application(app=app, server=server)
+            yield Application(app=app, server=server, pool=pool)
         finally:
             if server is not None:
                 await server.stop()
