@@ -54,6 +54,10 @@ class EngineFull(ParallmError):
     """The request queue is at its bound; try again later."""
 
 
+class NoMemory(ParallmError):
+    """Other models need the memory that this one would take; try again later."""
+
+
 class EngineStopped(ParallmError):
     """The device thread has ended, so nothing can be computed."""
 

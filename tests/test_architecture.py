@@ -18,16 +18,17 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 # From the bottom up. A part imports only from rows below its own, so parts of one row never import each other.
 LAYERS: tuple[set[str], ...] = (
     {"conversation"},
-    {"types", "reports", "errors", "settings", "seeds", "interrupts", "json_log"},
+    {"types", "reports", "errors", "settings", "seeds", "interrupts", "json_log", "user_folders", "tensors"},
     {"metrics", "device", "client"},
     {"model"},
-    {"engine", "learner", "environment", "checkpoint"},
+    {"engine", "learner", "environment", "checkpoint", "registry"},
     {"rollout", "tasks", "jobs"},
     {"trainer", "server"},
     {"integrations", "distributed"},
     {"config"},
     {"run"},
-    {"train", "serve", "evaluate", "export", "front", "library", "__main__"},
+    {"train", "serve", "evaluate", "export", "front", "library", "cli"},
+    {"__main__"},
 )
 LAYER_OF = {part: layer for layer, parts in enumerate(LAYERS) for part in parts}
 

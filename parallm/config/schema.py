@@ -27,6 +27,7 @@ from parallm.learner.loss.objective import resolve_objective
 from parallm.learner.settings import LearnerSettings
 from parallm.metrics.settings import DisplaySettings, MetricsSettings
 from parallm.model.settings import BaseSettings, ComputedBaseSettings, ModelSettings
+from parallm.registry.settings import RegistrySettings
 from parallm.rollout.settings import EpisodeSettings, RolloutSettings
 from parallm.server.settings import ServerSettings
 from parallm.settings import settings
@@ -82,6 +83,8 @@ class RunConfig(LogConfig):
     """The display, and the files of the run folder."""
     tasks: TaskSettings = TaskSettings()
     """Vectors of texts: how a model that says nothing of it makes them."""
+    registry: RegistrySettings = RegistrySettings()
+    """More models beside `model`, which requests load by name."""
     distributed: DistributedSettings = DistributedSettings()
     """Several processes that train one policy."""
     policies: dict[PolicyName, dict[PolicyPart, dict[str, Any]]] = Field(default_factory=dict)
@@ -106,6 +109,8 @@ class ServeConfig(LogConfig):
     """The library behind matrix products on a CPU, and the share of serving."""
     metrics: DisplaySettings = DisplaySettings()
     """The display."""
+    registry: RegistrySettings = RegistrySettings()
+    """More models beside `model`, which requests load by name."""
     distributed: ServingSettings = ServingSettings()
     """Several servers behind one address, and a base that is divided between devices."""
     jobs: JobSettings = JobSettings()

@@ -41,6 +41,7 @@ from parallm.server.tasks.routes_classify import classify_routes
 from parallm.server.tasks.routes_embeddings import embedding_routes
 from parallm.server.tasks.routes_rank import rank_routes
 from parallm.server.tasks.routes_rewards import reward_routes
+from parallm.server.tasks.routes_rl import rl_routes
 
 ROUTES: Sequence[Callable[[Service], APIRouter]] = (
     openai_routes,
@@ -61,6 +62,7 @@ ROUTES: Sequence[Callable[[Service], APIRouter]] = (
     load_routes,
     split_routes,
     reward_routes,
+    rl_routes,
     file_routes,
     batch_routes,
     fine_tuning_routes,

@@ -13,6 +13,8 @@ from parallm.errors import (
     FileTooLarge,
     FolderInUse,
     InvalidRequest,
+    ModelError,
+    NoMemory,
     NotFinite,
     NotStored,
     ParallmError,
@@ -100,7 +102,9 @@ _FAILURES: Mapping[type[Exception], Failure] = {
     FileTooLarge: Failure(413, "file_too_large"),
     NotFinite: Failure(422, "not_finite", param="model"),  # not 5xx: clients would send it again, and get the same
     EngineFull: Failure(429, "engine_full", "rate_limit_error", headers={"Retry-After": "1"}),
+    ModelError: Failure(422, "invalid_model", param="model"),  # nor would these files load a second time
     CheckpointError: Failure(500, "checkpoint_failed", "server_error"),
+    NoMemory: Failure(503, "no_memory", "server_error", param="model", headers={"Retry-After": "5"}),
     EngineStopped: Failure(503, "engine_stopped", "server_error"),
     Draining: Failure(503, "draining", "server_error", headers={"Connection": "close"}),
     # OpenAI's clients repeat what failed with 5xx, and would wait as long again for nothing

@@ -35,6 +35,7 @@ from parallm.server.tasks import routes_classify as classify
 from parallm.server.tasks import routes_embeddings as embeddings
 from parallm.server.tasks import routes_rank as rank
 from parallm.server.tasks import routes_rewards as rewards
+from parallm.server.tasks import routes_rl as rl
 
 DESCRIPTION = """A language model that is served while it learns. Fields are honoured or refused by name, never ignored.
 Every error has the form of `ErrorAnswer`; `/generate` has those of the dialect that asks.
@@ -108,6 +109,14 @@ FOLDER = {"name": "poet", "path": "poet/adapter"}
 SUM_FORMAT = {"type": "json_schema", "json_schema": {"name": "sum", "schema": SUM_SCHEMA}}
 ADD = {"type": "function", "function": {"name": "add", "parameters": SUM_SCHEMA}}
 VERSION = {"name": "poet", "version": 3}
+PROCESS = {
+    "status": "running",
+    "pid": 4321,
+    "version": "0.1.0",
+    "uptime_seconds": 12.5,
+    "num_running": 1,
+    "num_waiting": 0,
+}
 STATUS = {"state": "paused", "step": 4, "total_steps": 200, "version": 4, "metrics": {"reward/mean": 0.61}}
 TRAINER = {
     "api": replicas.API,
@@ -147,6 +156,7 @@ MODE = {
     "description": "Treatment of running requests.",
     "schema": {"type": "string", "enum": ["abort", "wait", "keep"], "default": "abort"},
 }
+OBSERVATION = {"shape": [1, 4], "datatype": "FP32", "data": [0.1, 0.0, -0.2, 0.0]}
 NAME = {"name": "name", "in": "query", "description": "Name of the adapter.", "schema": {"type": "string"}}
 AFTER = {"name": "after", "in": "query", "description": "Id of the last object before.", "schema": {"type": "string"}}
 LIMIT = {"name": "limit", "in": "query", "description": "Most objects to show.", "schema": {"type": "integer"}}
@@ -175,6 +185,7 @@ _DOCUMENTS: Mapping[str, Row] = {
     "GET /ready": Row(answer_example={"status": "ready"}),
     "GET /metrics": Row(media_type="text/plain"),
     "GET /v1/metrics": Row(answer_example=METRICS),
+    "GET /v1/status": Row(answer_example=PROCESS),
     "GET /v1/models, GET /models": Row((), (ModelList,)),
     "GET /v1/models/{name}": Row((), (ModelEntry,)),
     "POST /v1/completions": Row(
@@ -305,6 +316,16 @@ _DOCUMENTS: Mapping[str, Row] = {
         answer_example=[0.9, 0.1],
     ),
     "GET /info": Row(answer_example={"model_id": "nano", "model_type": {"embedding": {"pooling": "mean"}}}),
+    "POST /v1/rl/act, POST /v1/rl/rollout": Row(
+        (rl.ActBody,),
+        (rl.ActAnswer,),
+        {"model": "agent", "observations": [[0.1, 0.0, -0.2, 0.0]], "seed": 7},
+        {"a tensor of an exact version": {"model": "agent@1", "observations": {"obs": OBSERVATION}, "encoding": "b64"}},
+        errors=(422,),
+    ),
+    "GET /v1/rl/policies": Row((), (rl.PolicyList,), errors=(409,)),
+    "PUT /v1/rl/policies/{name}": Row((), (rl.PolicyEntry,), body_type="application/octet-stream"),
+    "DELETE /v1/rl/policies/{model}": Row((), (Done,)),
     "GET /v1/trajectories": Row((), (trajectories.TrajectoryList,)),
     "POST /v1/trajectories/{trajectory_id}/reward": Row(
         (trajectories.TrajectoryRewardBody,),

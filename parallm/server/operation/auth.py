@@ -99,8 +99,9 @@ _ROUTES: Mapping[Role, Mapping[str, str]] = {
         "GET": """
             /models /v1/models /v1/models/{name}
             /model_info /get_model_info /get_weight_version /weight_info /get_world_size /get_world_size/
-            /health_generate /is_paused /metrics /v1/metrics /v1/queue /v1/queue/stats
+            /health_generate /is_paused /metrics /v1/metrics /v1/status /v1/queue /v1/queue/stats
             /v1/adapters /v1/shares /v1/splits /v1/trajectories /info
+            /v1/rl/policies
             /v1/files /v1/files/{file_id} /v1/files/{file_id}/content /v1/batches /v1/batches/{batch_id}
         """,
         "POST": """
@@ -109,6 +110,7 @@ _ROUTES: Mapping[Role, Mapping[str, str]] = {
             /classify /v1/classify /v1/classifications /embed /predict /similarity
             /generate /generate/ //generate /inference/v1/generate /tokenize /detokenize
             /v1/requests/{request_id}/cancel
+            /v1/rl/act /v1/rl/rollout
             /v1/files /v1/batches /v1/batches/{batch_id}/cancel
             /v1/rewards /v1/rewards/score /v1/trajectories/{trajectory_id}/reward
         """,
@@ -131,8 +133,10 @@ _ROUTES: Mapping[Role, Mapping[str, str]] = {
     },
     "admin": {
         "GET": "/flush_cache",
-        "PUT": "/v1/adapters/{name} /v1/shares /v1/splits/{name}",
-        "DELETE": "/v1/adapters/{model} /v1/adapters/{name}/aliases/{alias} /v1/splits/{name}",
+        "PUT": "/v1/adapters/{name} /v1/shares /v1/splits/{name} /v1/rl/policies/{name}",
+        "DELETE": """
+            /v1/adapters/{model} /v1/adapters/{name}/aliases/{alias} /v1/splits/{name} /v1/rl/policies/{model}
+        """,
         "POST": """
             /pause /pause_generation /areal_pause_generation
             /resume /continue_generation /areal_continue_generation

@@ -21,6 +21,7 @@ from parallm.model.kernels import (
     gather,
     page_copy,
     paged_attention,
+    quantized_gemm,
     slot_copy,
     small_batch_gemm,
     token_scores,
@@ -245,6 +246,16 @@ def multiply(dtype: mx.Dtype, *, versions: int, widths: list[int], bias: bool, r
         output.added_to(mx.zeros((rows, 1, widths[0]), half))
 
 
+def multiply_packed(dtype: mx.Dtype, *, rows: int, outputs: int = 4096, bias: bool = False, group: int = 64) -> None:
+    half = mx.bfloat16 if dtype == mx.float32 else dtype
+    linear = nn.Linear(512, outputs, bias=bias)
+    linear.set_dtype(half)
+    layer = nn.QuantizedLinear.from_linear(linear, group_size=group, bits=4)
+    x = mx.zeros((rows, 1, 512), half)
+    quantized_gemm.quantized_gemm(x, layer, is_whole=False)
+    quantized_gemm.quantized_gemm(x, layer, is_whole=True, is_gated=True)
+
+
 def sum_over_ranks(dtype: mx.Dtype) -> None:
     addresses = mx.zeros(4, mx.uint64)
     for size in (2, 4):
@@ -289,6 +300,11 @@ FACES: dict[str, Face] = {
     "sum over ranks": sum_over_ranks,
     "take": take,
     "unpack": unpack,
+    "multiply packed": lambda dtype: multiply_packed(dtype, rows=1),
+    "multiply packed, small groups": lambda dtype: multiply_packed(dtype, rows=32, outputs=28672, group=32),
+    "multiply packed, biased": lambda dtype: multiply_packed(dtype, rows=64, outputs=6144, bias=True),
+    "multiply packed, many rows": lambda dtype: multiply_packed(dtype, rows=128, outputs=28672, group=128),
+    "multiply packed, blocks of rows": lambda dtype: multiply_packed(dtype, rows=255),
     "multiply": lambda dtype: multiply(dtype, versions=0, widths=[64, 32, 32], bias=False),
     "multiply, biased": lambda dtype: multiply(dtype, versions=0, widths=[64, 64], bias=True),
     "multiply, alone": lambda dtype: multiply(dtype, versions=0, widths=[4096], bias=False),
