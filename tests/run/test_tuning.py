@@ -2,14 +2,16 @@
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 import parallm
+from parallm.jobs.fine_tuning import JobListener
 
 SUMS = [(a, b) for a in range(1, 7) for b in range(1, 5)]
 TRAINING = (
@@ -138,15 +140,37 @@ def test_a_supervised_job_makes_a_model_that_the_next_process_serves(tmp_path: P
         assert [api.text(name) for name in names] == texts
 
 
-def test_a_reinforcement_job_pauses_for_the_next_and_makes_each_step_once(tmp_path: Path) -> None:
+def after_step_two(monkeypatch: pytest.MonkeyPatch, act: Callable[[JobListener], object]) -> None:
+    """Call `act` once, after the second step of the first job that gets there, before it begins another."""
+    stepped, calls = JobListener.stepped, list[JobListener]()
+
+    def note(listener: JobListener, row: Mapping[str, Any]) -> None:
+        stepped(listener, row)
+        if row["step"] == 2 and not calls:
+            calls.append(listener)
+            act(listener)
+
+    monkeypatch.setattr(JobListener, "stepped", note)
+
+
+def end(listener: JobListener) -> None:
+    """Do what the end of a process does first."""
+    order = listener._own._running
+    assert order is not None
+    listener._own._is_closing = True
+    order.stop.set()
+
+
+def test_a_reinforcement_job_pauses_for_the_next_and_makes_each_step_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    after_step_two(monkeypatch, lambda listener: listener._own.pause(listener._job_id, None))
     with serving(tmp_path) as api:
         file = api.upload(problems())
         first = api.create(training_file=file, method=reinforcement(n_epochs=2, batch_size=8))["id"]
-        second = api.create(method=reinforcement({"type": "environment", "name": "arithmetic"}, batch_size=2048))["id"]
-        api.until(first, lambda job: len(api.steps(first)) >= 2)
-        assert api.post(f"/v1/fine_tuning/jobs/{first}/pause")["status"] == "paused"
+        second = api.create(method=reinforcement({"type": "environment", "name": "arithmetic"}, batch_size=8))["id"]
         api.until(second, lambda job: job["status"] == "running")
-        assert api.get(f"/v1/fine_tuning/jobs/{first}")["status"] == "paused"
+        assert (api.get(f"/v1/fine_tuning/jobs/{first}")["status"], api.steps(first)) == ("paused", [1, 2])
         assert api.post(f"/v1/fine_tuning/jobs/{second}/cancel")["status"] == "cancelled"
         api.post(f"/v1/fine_tuning/jobs/{first}/resume")
         job = api.until_over(first)
@@ -159,12 +183,13 @@ def test_a_reinforcement_job_pauses_for_the_next_and_makes_each_step_once(tmp_pa
         assert [json.loads(row)["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_process_that_ends_in_a_job_leaves_it_to_the_next(tmp_path: Path) -> None:
+def test_a_process_that_ends_in_a_job_leaves_it_to_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    after_step_two(monkeypatch, end)
     with serving(tmp_path) as api:
         file = api.upload(problems())
         job = api.create(training_file=file, method=reinforcement(n_epochs=3, batch_size=8))["id"]
         waiting = api.create(training_file=file, method=reinforcement(n_epochs=1, batch_size=24))["id"]
-        api.until(job, lambda job: len(api.steps(job["id"])) >= 2)
+        api.until(job, lambda job: api.steps(job["id"]) == [1, 2])
     with serving(tmp_path) as api:
         done = api.until_over(job)
         assert (done["status"], api.steps(job)) == ("succeeded", list(range(1, 10)))
