@@ -120,6 +120,18 @@ UNPACKING: dict[type[nn.Module], type[nn.Module]] = {
 }
 
 
+def floating_type(linear: nn.Module) -> mx.Dtype:
+    """The type of a linear layer's weights, once they are unpacked."""
+    dtype: mx.Dtype = linear.get("scales", linear.weight).dtype
+    return dtype
+
+
+def weights_of(linear: nn.Module) -> mx.array:
+    """The weights of a linear layer (O, I), unpacked now if they are packed."""
+    weights_OI: mx.array = unpacked(linear, floating_type(linear)) if "scales" in linear else linear.weight
+    return weights_OI
+
+
 def _unpacks(base: nn.Module, storage: Storage, dtype: mx.Dtype) -> bool:
     """Whether the weights of quantized layers are written out; true also where there are none to keep packed."""
     fits = unpacked_bytes(base, dtype) <= UNPACKED_SHARE * free_memory()

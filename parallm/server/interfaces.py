@@ -13,7 +13,7 @@ from parallm.conversation import ChatPrompt, GrammarSource, PromptEnd, Section, 
 from parallm.registry.records import Loaded, Named, Overlay
 from parallm.reports import TrajectoryReport
 from parallm.server.control.replica_schemas import JoinAnswer, JoinBody, ReceivedVersion
-from parallm.tensors import Actions, ActRequest, PolicyCard
+from parallm.tensors import Actions, ActRequest, Arrays, PolicyCard, Signature
 from parallm.types import (
     AdapterCard,
     Completion,
@@ -218,7 +218,17 @@ class Encoder(Protocol):
         """
 
 
-class Actor(Protocol):
+class TensorModels(Protocol):
+    """Interface of `tasks.actor.Actor` and `tasks.predictor.Predictor`: named arrays through a model."""
+
+    def signature(self, model: str) -> Signature:
+        """Return the inputs and outputs of an exact version. Raises UnknownModel, Unavailable."""
+
+    async def predict(self, model: str, inputs: Arrays, outputs: Sequence[str]) -> Arrays:
+        """Return these outputs. Raises UnknownModel, Unavailable, InvalidRequest, EngineFull, NotFinite."""
+
+
+class Actor(TensorModels, Protocol):
     """Interface of `tasks.actor.Actor`: policy nets and their actions."""
 
     def cards(self) -> tuple[PolicyCard, ...]:

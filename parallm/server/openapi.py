@@ -21,7 +21,7 @@ from parallm.server.control import routes_engine as engine
 from parallm.server.control import routes_splits as splits
 from parallm.server.control import routes_training as training
 from parallm.server.control import routes_trajectories as trajectories
-from parallm.server.dialects import native, sglang, tei, trl, vllm
+from parallm.server.dialects import kserve, native, sglang, tei, trl, vllm
 from parallm.server.dialects import routes_identity as identity
 from parallm.server.dialects import routes_tokenize as tokenize
 from parallm.server.jobs import schemas as jobs
@@ -33,6 +33,7 @@ from parallm.server.operation.auth import ROLES, Role
 from parallm.server.schemas import Done, ErrorAnswer
 from parallm.server.tasks import routes_classify as classify
 from parallm.server.tasks import routes_embeddings as embeddings
+from parallm.server.tasks import routes_predict as prediction
 from parallm.server.tasks import routes_rank as rank
 from parallm.server.tasks import routes_rewards as rewards
 from parallm.server.tasks import routes_rl as rl
@@ -321,6 +322,28 @@ _DOCUMENTS: Mapping[str, Row] = {
         (rl.ActAnswer,),
         {"model": "agent", "observations": [[0.1, 0.0, -0.2, 0.0]], "seed": 7},
         {"a tensor of an exact version": {"model": "agent@1", "observations": {"obs": OBSERVATION}, "encoding": "b64"}},
+        errors=(422,),
+    ),
+    "POST /v1/predict": Row(
+        (prediction.PredictBody,),
+        (prediction.PredictAnswer,),
+        {"model": "agent", "inputs": {"obs": OBSERVATION}, "outputs": ["logits"]},
+        {"rows alone": {"model": "agent@1", "inputs": [[0.1, 0.0, -0.2, 0.0]], "encoding": "b64"}},
+        errors=(422,),
+    ),
+    "GET /v2": Row((), (kserve.ServerMetadata,)),
+    "GET /v2/health/live": Row(answer_example={"live": True}),
+    "GET /v2/health/ready": Row(answer_example={"ready": True}),
+    "GET /v2/models/{name}, GET /v2/models/{name}/versions/{version}": Row(
+        (), (kserve.ModelMetadata,), errors=(404, 409)
+    ),
+    "GET /v2/models/{name}/ready, GET /v2/models/{name}/versions/{version}/ready": Row(
+        answer_example={"name": "agent", "ready": True}, errors=(404, 409)
+    ),
+    "POST /v2/models/{name}/infer, POST /v2/models/{name}/versions/{version}/infer": Row(
+        (kserve.InferBody,),
+        (kserve.InferAnswer,),
+        {"inputs": [{"name": "obs", **OBSERVATION}], "outputs": [{"name": "logits"}]},
         errors=(422,),
     ),
     "GET /v1/rl/policies": Row((), (rl.PolicyList,), errors=(409,)),

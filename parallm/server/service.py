@@ -18,6 +18,7 @@ from parallm.server.interfaces import (
     Models,
     ReplicaHost,
     RewardModels,
+    TensorModels,
     Tokenizer,
     Training,
     Trajectories,
@@ -62,6 +63,8 @@ class Service:
     """Vectors of texts; without one, their route answers that this process makes none."""
     actor: Actor | None = None
     """Policy nets; without one, their routes answer that this process has none."""
+    predictor: TensorModels | None = None
+    """Arrays through the language model; without one, `/v1/predict` knows policy nets alone."""
     replica: ReplicaHost | None = None
     """This server as a rollout engine of a trainer; without one, its routes answer that it cannot be one."""
     models: Models | None = None

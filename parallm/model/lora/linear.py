@@ -23,7 +23,7 @@ from parallm.model.kernels.decode_attention import columns_of
 from parallm.model.kernels.segmented_lora import GroupOutput, GroupWeights, ShrinkOutput, shrink
 from parallm.model.kernels.small_batch_gemm import fits, small_batch_gemm
 from parallm.model.kernels.swiglu import swiglu_of_halves
-from parallm.model.lora.segmented import MIN_LONG, SegmentedLora
+from parallm.model.lora.segmented import MIN_LONG, SegmentedLora, add_products
 from parallm.model.lora.training import TrainingLora
 from parallm.model.patches.forward import FusedAdd, ResidualSum, SwigluHalf, origin_of, set_origin, swiglu
 from parallm.model.quantized import UnpackingLinear
@@ -148,8 +148,8 @@ class MergedLinear:
         weights = lora.of_group(self.targets) if isinstance(lora, SegmentedLora) else None
         y, y_SBTO, hidden = self._product(x, weights)
         if weights is not None and y is not None and isinstance(lora, SegmentedLora) and _is_long(x, lora):
-            parts = [y] if len(self.targets) == 1 else GroupOutput(y_SBTO, x.dtype, self._widths, None).split()
-            return weights.add_products(parts, x, lora.order_B2[:, 1])
+            y = add_products(weights, y, x, lora.order_B2[:, 1])
+            y_SBTO, weights = y[None], None
         shrunk = None
         if weights is not None and isinstance(lora, SegmentedLora):
             hidden = shrink(x, weights, lora.order_B2) if hidden is None else hidden
