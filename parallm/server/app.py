@@ -30,6 +30,7 @@ from parallm.server.dialects.tei import tei_routes
 from parallm.server.failures import Failure, failure_of
 from parallm.server.jobs.routes_batches import batch_routes
 from parallm.server.jobs.routes_files import file_routes
+from parallm.server.jobs.routes_fine_tuning import fine_tuning_routes
 from parallm.server.openai.routes import openai_routes
 from parallm.server.openapi import openapi_document
 from parallm.server.operation.auth import ROLES, auth_dependency, check_roles
@@ -68,6 +69,7 @@ ROUTES: Sequence[Callable[[Service], APIRouter]] = (
     kserve_routes,
     file_routes,
     batch_routes,
+    fine_tuning_routes,
 )
 
 
