@@ -126,7 +126,7 @@ async def open_serving(
             async with (
                 open_pool(config.registry, runtime, listener.keys, "this process, which serves it") as pool,
                 open_application(runtime, listener, lambda: status, jobs=jobs, pool=pool) as application,
-                working(jobs, application.app),
+                working(jobs, config, runtime, application.app),
             ):
                 yield Serving(runtime=runtime, application=application, messages=messages)
 

@@ -34,6 +34,7 @@ from parallm.server.dialects.tei import tei_routes
 from parallm.server.failures import Failure, failure_of
 from parallm.server.jobs.routes_batches import batch_routes
 from parallm.server.jobs.routes_files import file_routes
+from parallm.server.jobs.routes_fine_tuning import fine_tuning_routes
 from parallm.server.model_router import ModelRouter
 from parallm.server.ollama.routes_embed import embed_routes
 from parallm.server.ollama.routes_generate import generation_routes
@@ -80,6 +81,7 @@ ROUTES: Sequence[Callable[[Service], APIRouter]] = (
     kserve_routes,
     file_routes,
     batch_routes,
+    fine_tuning_routes,
 )
 OLLAMA_ROUTES: Sequence[Callable[[Service], APIRouter]] = (generation_routes, embed_routes, model_routes)
 MODEL_ROUTES: Sequence[Callable[[Service], APIRouter]] = (

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from parallm import __version__
-from parallm.jobs.records import Batch, FileObject
+from parallm.jobs.records import Batch, FileObject, FineTuningJob
 from parallm.server.control import replica_schemas as replicas
 from parallm.server.control import routes_adapters as adapters
 from parallm.server.control import routes_engine as engine
@@ -180,6 +180,13 @@ ORDER = {
     "in": "query",
     "description": "Newest or oldest first.",
     "schema": {"type": "string", "enum": ["desc", "asc"], "default": "desc"},
+}
+GRADER = {
+    "type": "string_check",
+    "name": "sum",
+    "input": "{{sample.output_text}}",
+    "operation": "like",
+    "reference": "#### {{item.reference_answer}}",
 }
 
 _DOCUMENTS: Mapping[str, Row] = {
@@ -424,6 +431,31 @@ _DOCUMENTS: Mapping[str, Row] = {
     "GET /v1/batches": Row((), (jobs.BatchList,), parameters=(AFTER, LIMIT), errors=(400, 404, 409)),
     "GET /v1/batches/{batch_id}": Row((), (Batch,), errors=(404, 409)),
     "POST /v1/batches/{batch_id}/cancel": Row((), (Batch,), errors=(400, 404, 409)),
+    "POST /v1/fine_tuning/jobs": Row(
+        (jobs.FineTuningBody,),
+        (FineTuningJob,),
+        {"model": "base", "training_file": "file-5f0c1a", "suffix": "sums"},
+        {
+            "problems with a grader": {
+                "model": "base",
+                "training_file": "file-5f0c1a",
+                "method": {"type": "reinforcement", "reinforcement": {"grader": GRADER}},
+            },
+            "an environment of this server": {
+                "model": "base",
+                "method": {
+                    "type": "reinforcement",
+                    "reinforcement": {"grader": {"type": "environment", "name": "arithmetic"}},
+                },
+            },
+        },
+        errors=(507,),
+    ),
+    "GET /v1/fine_tuning/jobs": Row((), (jobs.JobList,), parameters=(AFTER, LIMIT)),
+    "GET /v1/fine_tuning/jobs/{job_id}/events": Row((), (jobs.EventList,), parameters=(AFTER, LIMIT)),
+    "GET /v1/fine_tuning/jobs/{job_id}/checkpoints": Row((), (jobs.CheckpointList,), parameters=(AFTER, LIMIT)),
+    "GET /v1/fine_tuning/jobs/{job_id}, POST /v1/fine_tuning/jobs/{job_id}/cancel": Row((), (FineTuningJob,)),
+    "POST /v1/fine_tuning/jobs/{job_id}/pause, POST /v1/fine_tuning/jobs/{job_id}/resume": Row((), (FineTuningJob,)),
     "GET /get_world_size, GET /get_world_size/": Row((), (identity.WorldSize,)),
     "GET /weight_info, GET /get_weight_version": Row((), (identity.WeightVersion,)),
     "GET /model_info, GET /get_model_info": Row((), (identity.ModelInfo,)),

@@ -123,11 +123,17 @@ _ROUTES: Mapping[Role, Mapping[str, str]] = {
         "DELETE": "/v1/files/{file_id}",
     },
     "training": {
-        "GET": "/debug/training /v1/training/status",
+        "GET": """
+            /debug/training /v1/training/status
+            /v1/fine_tuning/jobs /v1/fine_tuning/jobs/{job_id}
+            /v1/fine_tuning/jobs/{job_id}/events /v1/fine_tuning/jobs/{job_id}/checkpoints
+        """,
         "PUT": "/v1/replica/versions/{version}",
         "POST": """
             /v1/training/pause /v1/training/resume /v1/training/update
             /training/checkpoint /v1/training/checkpoint
+            /v1/fine_tuning/jobs /v1/fine_tuning/jobs/{job_id}/cancel
+            /v1/fine_tuning/jobs/{job_id}/pause /v1/fine_tuning/jobs/{job_id}/resume
             /v1/replica/join /v1/replica/generate /v1/replica/leave
         """,
     },
