@@ -103,7 +103,7 @@ class Card:
     """A name with what there is to say of it."""
 
     name: str
-    """With its tag."""
+    """The name with its tag."""
     model: Model
     context: int
     overlay: Overlay

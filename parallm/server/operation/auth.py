@@ -94,7 +94,10 @@ def _digest_of(text: str, where: str) -> bytes:
 Role = Literal["public"] | KeyRole
 
 _ROUTES: Mapping[Role, Mapping[str, str]] = {
-    "public": {"GET": "/health /ready /v2/health/live /v2/health/ready / /api/version", "HEAD": "/ /api/version"},
+    "public": {
+        "GET": "/health /ready /v2/health/live /v2/health/ready / /api/version",
+        "HEAD": "/ /api/version",
+    },
     "inference": {
         "GET": """
             /models /v1/models /v1/models/loaded /v1/models/{name}
