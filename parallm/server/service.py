@@ -42,16 +42,6 @@ class OwnBase:
     is_on_accelerator: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OwnBase:
-    """The base that this process was started with, as lists of models show it."""
-
-    model: Model
-    num_bytes: int
-    """Memory of its weights."""
-    is_on_accelerator: bool
-
-
 @dataclass(slots=True, kw_only=True, eq=False)
 class Service:
     """The fields with `init=False` are made from the others. Routes generate through `gateway`, never `engine`."""

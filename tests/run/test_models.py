@@ -108,12 +108,12 @@ async def test_unknown_names_and_names_of_this_process_are_its_own(models: Path)
 @on_loop
 async def test_a_name_with_an_overlay_brings_it_to_every_dialect(models: Path) -> None:
     async with served(models) as asker:
-        overlay = {"system": "Rhyme.", "parameters": {"temperature": 0, "num_predict": 5}}
+        overlay: dict[str, Any] = {"system": "Rhyme.", "parameters": {"temperature": 0, "num_predict": 5}}
         await asker.post("/v1/models/create", model="poet", source="llama", **overlay)
-        plain = {"max_tokens": 5, "messages": [{"role": "system", "content": "Rhyme."}, *QUESTION]}
+        plain: dict[str, Any] = {"max_tokens": 5, "messages": [{"role": "system", "content": "Rhyme."}, *QUESTION]}
         expected = await asker.text("llama", **plain)
         assert await asker.text("poet", max_tokens=None, temperature=None) == expected
-        body = {"model": "poet", "messages": QUESTION, "stream": False}
+        body: dict[str, Any] = {"model": "poet", "messages": QUESTION, "stream": False}
         assert (await asker.post("/api/chat", **body))["message"]["content"] == expected
         await asker.post("/v1/models/copy", source="poet", destination="bard")
         assert await asker.text("bard", max_tokens=None) == expected
