@@ -22,10 +22,12 @@ from parallm.distributed.settings import DistributedSettings, ServingSettings
 from parallm.engine.settings import EngineSettings
 from parallm.environment.settings import ArithmeticSettings, EnvironmentSettings
 from parallm.errors import ConfigError
+from parallm.jobs.settings import JobSettings
 from parallm.learner.loss.objective import resolve_objective
 from parallm.learner.settings import LearnerSettings
 from parallm.metrics.settings import DisplaySettings, MetricsSettings
 from parallm.model.settings import BaseSettings, ComputedBaseSettings, ModelSettings
+from parallm.registry.settings import RegistrySettings
 from parallm.rollout.settings import EpisodeSettings, RolloutSettings
 from parallm.server.settings import ServerSettings
 from parallm.settings import settings
@@ -81,6 +83,8 @@ class RunConfig(LogConfig):
     """The display, and the files of the run folder."""
     tasks: TaskSettings = TaskSettings()
     """Vectors of texts: how a model that says nothing of it makes them."""
+    registry: RegistrySettings = RegistrySettings()
+    """More models beside `model`, which requests load by name."""
     distributed: DistributedSettings = DistributedSettings()
     """Several processes that train one policy."""
     policies: dict[PolicyName, dict[PolicyPart, dict[str, Any]]] = Field(default_factory=dict)
@@ -105,8 +109,12 @@ class ServeConfig(LogConfig):
     """The library behind matrix products on a CPU, and the share of serving."""
     metrics: DisplaySettings = DisplaySettings()
     """The display."""
+    registry: RegistrySettings = RegistrySettings()
+    """More models beside `model`, which requests load by name."""
     distributed: ServingSettings = ServingSettings()
     """Several servers behind one address, and a base that is divided between devices."""
+    jobs: JobSettings = JobSettings()
+    """Files, batches and fine-tuning jobs of clients."""
 
 
 @settings
@@ -224,6 +232,13 @@ def policy_configs(config: RunConfig) -> dict[str, RunConfig]:
     if wrong:
         raise ConfigError("\n".join(wrong))
     return configs
+
+
+def with_parts(config: RunConfig, parts: Mapping[str, Mapping[str, Any]]) -> RunConfig:
+    """Return `config` with other values of these keys. Raises ConfigError."""
+    changed = _validated(_merged(dataclasses.asdict(config), parts), RunConfig)
+    check_choices(changed)
+    return changed
 
 
 def _check_policies(config: RunConfig) -> None:

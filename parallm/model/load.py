@@ -35,7 +35,7 @@ from parallm.model.encoders.load import load_encoder
 from parallm.model.gguf.file import is_gguf
 from parallm.model.gguf.folder import WEIGHTS, open_folder
 from parallm.model.gguf.load import load_gguf
-from parallm.model.headless import classes, is_trunk, overrides, tensor_names, writes_text
+from parallm.model.headless import classes, overrides, tensor_names
 from parallm.model.kernels.cuda import has_kernels
 from parallm.model.lora.linear import LoraContext, merge_linears
 from parallm.model.lora.targets import InputRecorder, install_lora
@@ -45,7 +45,7 @@ from parallm.model.precision import is_in_range, may_be_float16
 from parallm.model.quantized import arrange_quantized, cast, check_experts, choose_dtype
 from parallm.model.settings import ModelSettings
 from parallm.model.shared_model import SharedModel, can_batch
-from parallm.model.task_spec import ENCODERS
+from parallm.model.task_spec import ENCODERS, is_trunk, writes_text
 from parallm.model.tensor_parallel import Ranks, cut_layers, sum_outputs
 
 logger = logging.getLogger(__name__)

@@ -35,6 +35,7 @@ from parallm.engine.prefill import chunk_tokens
 from parallm.engine.settings import EngineSettings
 from parallm.engine.warm_up import warm_up
 from parallm.errors import AdapterError, ConfigError, ModelError
+from parallm.jobs.jobs import Jobs
 from parallm.learner.kernel_list import learner_kernels, packed_kernels
 from parallm.learner.settings import LearnerSettings
 from parallm.metrics.display import RunHeader
@@ -62,6 +63,7 @@ from parallm.server.operation.request_context import writing_request_log
 from parallm.server.operation.tracing import Traces, exporting_traces
 from parallm.server.service import Service
 from parallm.server.settings import ServerSettings
+from parallm.tasks.actor import Actor
 from parallm.tasks.encoder import Encoder
 from parallm.tasks.settings import TaskSettings
 from parallm.trainer.reward_training import find_reward_model
@@ -110,6 +112,7 @@ class Runtime:
     adapters: AdapterTable
     engine: AsyncEngine
     encoder: Encoder
+    actor: Actor
     start: Adapter
     """The version to train from: the given adapter, or a new one whose product is zero."""
     kept: PersistentTable
@@ -179,6 +182,8 @@ async def open_runtime(
         device = DeviceThread(governor)
         resources.callback(device.stop)
         await on_device(device, wire_memory)
+        actor = Actor(device, max_names=settings.server.max_adapters, max_waiting=settings.engine.max_waiting)
+        await actor.load(settings.tasks.policies)
         model = await on_device(device, partial(parts.load, settings.model))
         if settings.needs_text and not model.writes_text:
             raise ModelError(
@@ -229,6 +234,7 @@ async def open_runtime(
             adapters=adapters,
             engine=engine,
             encoder=encoder,
+            actor=actor,
             start=start,
             kept=kept,
             store=store,
@@ -249,6 +255,7 @@ async def open_application(
     trajectories: Mapping[str, Trajectories] | None = None,
     sample_stores: Mapping[str, CompletionListener] | None = None,
     reward_models: Mapping[str, RewardModel] | None = None,
+    jobs: Jobs | None = None,
 ) -> AsyncIterator[Application]:
     """Answer requests until the end, over HTTP if `listener` is bound; clients that connect before wait.
 
@@ -276,7 +283,9 @@ async def open_application(
         swaps=runtime.adapters.num_swaps,
         reward_models=partial(_rates, runtime.settings.server.reward_model is not None, reward_models or {}),
         encoder=runtime.encoder,
+        actor=runtime.actor,
         replica=runtime.host,
+        jobs=jobs,
     )
     app = create_app(service)
     server = None if listener.bound is None else HttpServer(app, listener.bound, settings.server)

@@ -27,6 +27,7 @@ from parallm.errors import ConfigError, ExchangeFailed
 from parallm.interrupts import SIGNALS, until_signal
 from parallm.metrics.live_display import make_display
 from parallm.reports import TrainingStatus
+from parallm.run.jobs import check_jobs, opened_jobs, working
 from parallm.run.operator_state import check_given
 from parallm.run.runtime import (
     WHOLE,
@@ -65,6 +66,7 @@ def checked(config: ServeConfig) -> ServeConfig:
             f"distributed.workers={config.distributed.workers}: several servers are several processes; `python -m "
             "parallm.serve` starts them, and a Python program is one of them"
         )
+    check_jobs(config)
     given = {} if config.model.adapter is None else {POLICY: f"model.adapter={config.model.adapter}"}
     check_given(config.server.adapters, given)
     if config.distributed.tensor_parallel > 1 and config.server.reward_model is not None:
@@ -117,8 +119,13 @@ async def open_serving(
     )
     async with open_runtime(settings, blas, tell, parts) as runtime:
         messages = await runtime.restore(config.server.adapters, {})
-        async with open_application(runtime, listener, lambda: TrainingStatus(state="serving")) as application:
-            yield Serving(runtime=runtime, application=application, messages=messages)
+        status = TrainingStatus(state="serving")
+        with opened_jobs(config) as jobs:
+            async with (
+                open_application(runtime, listener, lambda: status, jobs=jobs) as application,
+                working(jobs, config, runtime, application.app),
+            ):
+                yield Serving(runtime=runtime, application=application, messages=messages)
 
 
 def _own_config(config: ServeConfig, rank: int) -> ServeConfig:

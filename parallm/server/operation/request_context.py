@@ -15,6 +15,7 @@ from typing import Any
 from parallm.errors import ConfigError
 from parallm.json_log import JsonFormatter, is_json
 from parallm.server.settings import KeyRole
+from parallm.types import TrafficClass
 
 LOCAL = "parallm.local"
 """Key in the ASGI scope of a request that this process makes itself. No server sets it."""
@@ -51,6 +52,8 @@ class RequestContext:
 
 
 current_request: ContextVar[RequestContext | None] = ContextVar("current_request", default=None)
+request_traffic: ContextVar[TrafficClass] = ContextVar("request_traffic", default="serving")
+"""Class of the completions that the present request asks for: `rollout` where nobody waits for its answer."""
 
 request_log = logging.getLogger("parallm.requests")
 request_log.propagate = False  # one line a request is too much for the log of a run

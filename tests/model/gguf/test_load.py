@@ -15,6 +15,7 @@ from mlx_lm.gguf import convert_to_gguf
 from mlx_lm.utils import load_model
 
 from parallm.errors import ModelError
+from parallm.model.gguf.facts import read_facts
 from parallm.model.gguf.folder import WEIGHTS
 from parallm.model.gguf.writer import write_gguf
 from parallm.model.load import NANO, check_local, find_folder, load_base, load_shared_model
@@ -311,3 +312,17 @@ def test_a_file_that_is_not_there_or_is_no_gguf_is_refused(tmp_path: Path) -> No
         (tmp_path / "x.gguf").write_bytes(b"GGUF" + version + bytes(64))
         with pytest.raises(ModelError, match=reason):
             check_local(str(tmp_path / "x.gguf"))
+
+
+def test_the_header_tells_what_a_catalogue_says(write_llama: Write) -> None:
+    def change(writer: gguf.GGUFWriter) -> None:
+        writer.add_file_type(15)
+        writer.add_license("apache-2.0")
+
+    facts = read_facts(write_llama(change=change))
+    parameters = sum(array.size for array in mx.load(str(NANO / "model.safetensors")).values())
+    assert (facts.architecture, facts.parameters, facts.quantization) == ("llama", parameters, "Q4_K_M")
+    assert (facts.context, facts.hidden, facts.layers, facts.vocabulary) == (1024, 128, 4, 375)
+    assert facts.chat_template is not None
+    assert (facts.pooling, facts.name, facts.license) == (None, None, "apache-2.0")
+    assert read_facts(write_llama(name="y.gguf", kind=GGMLQuantizationType.Q8_0)).quantization == "Q8_0"
