@@ -205,8 +205,9 @@ class ControlTokens:
             for number, token in self._tokenizer.added_tokens_decoder.items()
             if token.special and not token.single_word and number not in around and str(token) in self._texts
         ]
-        unique = [candidate for candidate in candidates if sum(candidate[1] in text for text in self._texts) == 1]
-        return min(unique)[1:] if unique else None
+        # the first one alone: a vocabulary may hold thousands of tokens without use
+        unique = (one for one in sorted(candidates) if sum(one[1] in text for text in self._texts) == 1)
+        return next((one[1:] for one in unique), None)
 
 
 def _is_tag(text: str) -> bool:
