@@ -10,7 +10,6 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from parallm.errors import EngineStopped, ModelError, ParallmError, Unavailable
-from parallm.registry import discovery
 from parallm.registry.catalogue import Catalogue
 from parallm.registry.pool import OwnModel, Pool
 from parallm.registry.records import Named
