@@ -71,6 +71,8 @@ class ServerSettings:
     """0 picks a free port and prints it."""
     uds: str | None = None
     """Path of a unix socket to listen on instead of host and port, which stay at their defaults then."""
+    ollama: bool = False
+    """Answer Ollama's routes below `/api`, too; programs that expect Ollama's port want `server.port=11434`."""
     ssl_certfile: str | None = None
     """Certificate chain in PEM: HTTPS instead of HTTP."""
     ssl_keyfile: str | None = None

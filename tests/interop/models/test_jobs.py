@@ -59,6 +59,7 @@ def test_a_job_gains_accuracy_and_its_policy_answers(tmp_path: Path, record_prop
     record_property("remark", f"{found['version']}: {found['before']:.3f} to {found['after']:.3f} by {found['model']}")
     is_whole = found["jobs"] and found["results"] >= found["steps"][-1] and found["model"].startswith("ft:nano:sums:")
     record_property("models.clients_passed", int(is_whole))
+    record_property("models.clients_total", 1)
     assert is_whole, found
 
 
