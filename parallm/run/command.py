@@ -47,6 +47,7 @@ from parallm.config.schema import (
     shipped,
     to_config,
 )
+from parallm.config.user_file import with_user_file
 from parallm.device.blas import BlasReport, load_blas
 from parallm.device.load_mlx import load_mlx
 from parallm.device.settings import BlasSettings
@@ -93,6 +94,7 @@ def run_command(name: str, run: Run | None = None) -> int:
         if topics is not None:
             sys.stdout.write(help_page(name, topics))
             return SUCCESS
+        sys.argv[1:] = arguments = with_user_file(name, arguments)
         register(name, COMMANDS[name], arguments)
         return _compose_and_run(name, run)
     except ConfigError as error:

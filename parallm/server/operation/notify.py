@@ -71,11 +71,11 @@ class ServiceManager:
             await asyncio.sleep(SECONDS_BETWEEN_EXTENSIONS)
 
     async def _tell(self, status: Callable[[], str]) -> None:
-        told = status()
+        last = status()
         while self._address:
             await asyncio.sleep(SECONDS_BETWEEN_LOOKS)
-            if told != (told := status()) and not self._is_stopping:
-                self._send(f"STATUS={told}")
+            if last != (last := status()) and not self._is_stopping:
+                self._send(f"STATUS={last}")
 
     async def _feed(self, ping: Callable[[], Awaitable[None]]) -> None:
         while self._address and self._watch_seconds is not None:
