@@ -18,7 +18,18 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 # From the bottom up. A part imports only from rows below its own, so parts of one row never import each other.
 LAYERS: tuple[set[str], ...] = (
     {"conversation"},
-    {"types", "reports", "errors", "settings", "seeds", "interrupts", "json_log", "log_files", "user_folders"},
+    {
+        "types",
+        "reports",
+        "errors",
+        "settings",
+        "seeds",
+        "interrupts",
+        "json_log",
+        "log_files",
+        "user_folders",
+        "tensors",
+    },
     {"metrics", "device", "client"},
     {"model"},
     {"engine", "learner", "environment", "checkpoint", "registry"},

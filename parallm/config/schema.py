@@ -250,6 +250,13 @@ def policy_configs(config: RunConfig) -> dict[str, RunConfig]:
     return configs
 
 
+def with_parts(config: RunConfig, parts: Mapping[str, Mapping[str, Any]]) -> RunConfig:
+    """Return `config` with other values of these keys. Raises ConfigError."""
+    changed = _validated(_merged(dataclasses.asdict(config), parts), RunConfig)
+    check_choices(changed)
+    return changed
+
+
 def _check_policies(config: RunConfig) -> None:
     """Raise ConfigError with one line for each name, key or choice of the run that its policies exclude."""
     resume, wandb = config.checkpoint.resume, config.metrics.wandb

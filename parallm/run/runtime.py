@@ -63,6 +63,7 @@ from parallm.server.operation.request_context import writing_request_log
 from parallm.server.operation.tracing import Traces, exporting_traces
 from parallm.server.service import Service
 from parallm.server.settings import ServerSettings
+from parallm.tasks.actor import Actor
 from parallm.tasks.encoder import Encoder
 from parallm.tasks.settings import TaskSettings
 from parallm.trainer.reward_training import find_reward_model
@@ -113,6 +114,7 @@ class Runtime:
     adapters: AdapterTable
     engine: AsyncEngine
     encoder: Encoder
+    actor: Actor
     start: Adapter
     """The version to train from: the given adapter, or a new one whose product is zero."""
     kept: PersistentTable
@@ -182,6 +184,8 @@ async def open_runtime(
         device = DeviceThread(governor)
         resources.callback(device.stop)
         await on_device(device, wire_memory)
+        actor = Actor(device, max_names=settings.server.max_adapters, max_waiting=settings.engine.max_waiting)
+        await actor.load(settings.tasks.policies)
         model = await on_device(device, partial(parts.load, settings.model))
         if settings.needs_text and not model.writes_text:
             raise ModelError(
@@ -232,6 +236,7 @@ async def open_runtime(
             adapters=adapters,
             engine=engine,
             encoder=encoder,
+            actor=actor,
             start=start,
             kept=kept,
             store=store,
@@ -280,6 +285,7 @@ async def open_application(
         swaps=runtime.adapters.num_swaps,
         reward_models=partial(_rates, runtime.settings.server.reward_model is not None, reward_models or {}),
         encoder=runtime.encoder,
+        actor=runtime.actor,
         replica=runtime.host,
         jobs=jobs,
     )

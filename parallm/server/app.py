@@ -22,6 +22,7 @@ from parallm.server.control.routes_replicas import replica_routes
 from parallm.server.control.routes_splits import split_routes
 from parallm.server.control.routes_training import training_routes
 from parallm.server.control.routes_trajectories import trajectory_routes
+from parallm.server.dialects.kserve import kserve_routes
 from parallm.server.dialects.routes_generate import generate_routes
 from parallm.server.dialects.routes_identity import absent_routes, identity_routes
 from parallm.server.dialects.routes_tokenize import tokenize_routes
@@ -29,6 +30,7 @@ from parallm.server.dialects.tei import tei_routes
 from parallm.server.failures import Failure, failure_of
 from parallm.server.jobs.routes_batches import batch_routes
 from parallm.server.jobs.routes_files import file_routes
+from parallm.server.jobs.routes_fine_tuning import fine_tuning_routes
 from parallm.server.openai.routes import openai_routes
 from parallm.server.openapi import openapi_document
 from parallm.server.operation.auth import ROLES, auth_dependency, check_roles
@@ -38,8 +40,10 @@ from parallm.server.operation.routes_operation import operation_routes
 from parallm.server.service import Service
 from parallm.server.tasks.routes_classify import classify_routes
 from parallm.server.tasks.routes_embeddings import embedding_routes
+from parallm.server.tasks.routes_predict import predict_routes
 from parallm.server.tasks.routes_rank import rank_routes
 from parallm.server.tasks.routes_rewards import reward_routes
+from parallm.server.tasks.routes_rl import rl_routes
 
 ROUTES: Sequence[Callable[[Service], APIRouter]] = (
     openai_routes,
@@ -60,8 +64,12 @@ ROUTES: Sequence[Callable[[Service], APIRouter]] = (
     load_routes,
     split_routes,
     reward_routes,
+    rl_routes,
+    predict_routes,
+    kserve_routes,
     file_routes,
     batch_routes,
+    fine_tuning_routes,
 )
 
 

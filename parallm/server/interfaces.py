@@ -13,6 +13,7 @@ from parallm.conversation import ChatPrompt, GrammarSource, PromptEnd, Section, 
 from parallm.registry.records import Loaded, Named, Overlay
 from parallm.reports import TrajectoryReport
 from parallm.server.control.replica_schemas import JoinAnswer, JoinBody, ReceivedVersion
+from parallm.tensors import Actions, ActRequest, Arrays, PolicyCard, Signature
 from parallm.types import (
     AdapterCard,
     Completion,
@@ -215,6 +216,35 @@ class Encoder(Protocol):
 
         Raises InvalidRequest, UnknownModel, EngineFull, NotFinite.
         """
+
+
+class TensorModels(Protocol):
+    """Interface of `tasks.actor.Actor` and `tasks.predictor.Predictor`: named arrays through a model."""
+
+    def signature(self, model: str) -> Signature:
+        """Return the inputs and outputs of an exact version. Raises UnknownModel, Unavailable."""
+
+    async def predict(self, model: str, inputs: Arrays, outputs: Sequence[str]) -> Arrays:
+        """Return these outputs. Raises UnknownModel, Unavailable, InvalidRequest, EngineFull, NotFinite."""
+
+
+class Actor(TensorModels, Protocol):
+    """Interface of `tasks.actor.Actor`: policy nets and their actions."""
+
+    def cards(self) -> tuple[PolicyCard, ...]:
+        """Return every version in memory."""
+
+    def card(self, model: str) -> PolicyCard:
+        """Return the card of `agent`, its newest version, or of `agent@3`. Raises UnknownModel."""
+
+    async def publish(self, name: str, weights: bytes) -> PolicyCard:
+        """Publish a safetensors file as the next version of `name`. Raises InvalidRequest."""
+
+    def unload(self, model: str) -> None:
+        """Forget all of a name, or one version. Raises UnknownModel, InvalidRequest."""
+
+    async def act(self, request: ActRequest) -> Actions:
+        """Return an action for each row. Raises UnknownModel, InvalidRequest, EngineFull, NotFinite."""
 
 
 class Models(Protocol):

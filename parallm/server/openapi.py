@@ -14,14 +14,14 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from parallm import __version__
-from parallm.jobs.records import Batch, FileObject
+from parallm.jobs.records import Batch, FileObject, FineTuningJob
 from parallm.server.control import replica_schemas as replicas
 from parallm.server.control import routes_adapters as adapters
 from parallm.server.control import routes_engine as engine
 from parallm.server.control import routes_splits as splits
 from parallm.server.control import routes_training as training
 from parallm.server.control import routes_trajectories as trajectories
-from parallm.server.dialects import native, sglang, tei, trl, vllm
+from parallm.server.dialects import kserve, native, sglang, tei, trl, vllm
 from parallm.server.dialects import routes_identity as identity
 from parallm.server.dialects import routes_tokenize as tokenize
 from parallm.server.jobs import schemas as jobs
@@ -33,8 +33,10 @@ from parallm.server.operation.auth import ROLES, Role
 from parallm.server.schemas import Done, ErrorAnswer
 from parallm.server.tasks import routes_classify as classify
 from parallm.server.tasks import routes_embeddings as embeddings
+from parallm.server.tasks import routes_predict as prediction
 from parallm.server.tasks import routes_rank as rank
 from parallm.server.tasks import routes_rewards as rewards
+from parallm.server.tasks import routes_rl as rl
 
 DESCRIPTION = """A language model that is served while it learns. Fields are honoured or refused by name, never ignored.
 Every error has the form of `ErrorAnswer`; `/generate` has those of the dialect that asks.
@@ -155,6 +157,7 @@ MODE = {
     "description": "Treatment of running requests.",
     "schema": {"type": "string", "enum": ["abort", "wait", "keep"], "default": "abort"},
 }
+OBSERVATION = {"shape": [1, 4], "datatype": "FP32", "data": [0.1, 0.0, -0.2, 0.0]}
 NAME = {"name": "name", "in": "query", "description": "Name of the adapter.", "schema": {"type": "string"}}
 AFTER = {"name": "after", "in": "query", "description": "Id of the last object before.", "schema": {"type": "string"}}
 LIMIT = {"name": "limit", "in": "query", "description": "Most objects to show.", "schema": {"type": "integer"}}
@@ -169,6 +172,13 @@ ORDER = {
     "in": "query",
     "description": "Newest or oldest first.",
     "schema": {"type": "string", "enum": ["desc", "asc"], "default": "desc"},
+}
+GRADER = {
+    "type": "string_check",
+    "name": "sum",
+    "input": "{{sample.output_text}}",
+    "operation": "like",
+    "reference": "#### {{item.reference_answer}}",
 }
 
 _DOCUMENTS: Mapping[str, Row] = {
@@ -307,6 +317,38 @@ _DOCUMENTS: Mapping[str, Row] = {
         answer_example=[0.9, 0.1],
     ),
     "GET /info": Row(answer_example={"model_id": "nano", "model_type": {"embedding": {"pooling": "mean"}}}),
+    "POST /v1/rl/act, POST /v1/rl/rollout": Row(
+        (rl.ActBody,),
+        (rl.ActAnswer,),
+        {"model": "agent", "observations": [[0.1, 0.0, -0.2, 0.0]], "seed": 7},
+        {"a tensor of an exact version": {"model": "agent@1", "observations": {"obs": OBSERVATION}, "encoding": "b64"}},
+        errors=(422,),
+    ),
+    "POST /v1/predict": Row(
+        (prediction.PredictBody,),
+        (prediction.PredictAnswer,),
+        {"model": "agent", "inputs": {"obs": OBSERVATION}, "outputs": ["logits"]},
+        {"rows alone": {"model": "agent@1", "inputs": [[0.1, 0.0, -0.2, 0.0]], "encoding": "b64"}},
+        errors=(422,),
+    ),
+    "GET /v2": Row((), (kserve.ServerMetadata,)),
+    "GET /v2/health/live": Row(answer_example={"live": True}),
+    "GET /v2/health/ready": Row(answer_example={"ready": True}),
+    "GET /v2/models/{name}, GET /v2/models/{name}/versions/{version}": Row(
+        (), (kserve.ModelMetadata,), errors=(404, 409)
+    ),
+    "GET /v2/models/{name}/ready, GET /v2/models/{name}/versions/{version}/ready": Row(
+        answer_example={"name": "agent", "ready": True}, errors=(404, 409)
+    ),
+    "POST /v2/models/{name}/infer, POST /v2/models/{name}/versions/{version}/infer": Row(
+        (kserve.InferBody,),
+        (kserve.InferAnswer,),
+        {"inputs": [{"name": "obs", **OBSERVATION}], "outputs": [{"name": "logits"}]},
+        errors=(422,),
+    ),
+    "GET /v1/rl/policies": Row((), (rl.PolicyList,), errors=(409,)),
+    "PUT /v1/rl/policies/{name}": Row((), (rl.PolicyEntry,), body_type="application/octet-stream"),
+    "DELETE /v1/rl/policies/{model}": Row((), (Done,)),
     "GET /v1/trajectories": Row((), (trajectories.TrajectoryList,)),
     "POST /v1/trajectories/{trajectory_id}/reward": Row(
         (trajectories.TrajectoryRewardBody,),
@@ -372,6 +414,31 @@ _DOCUMENTS: Mapping[str, Row] = {
     "GET /v1/batches": Row((), (jobs.BatchList,), parameters=(AFTER, LIMIT), errors=(400, 404, 409)),
     "GET /v1/batches/{batch_id}": Row((), (Batch,), errors=(404, 409)),
     "POST /v1/batches/{batch_id}/cancel": Row((), (Batch,), errors=(400, 404, 409)),
+    "POST /v1/fine_tuning/jobs": Row(
+        (jobs.FineTuningBody,),
+        (FineTuningJob,),
+        {"model": "base", "training_file": "file-5f0c1a", "suffix": "sums"},
+        {
+            "problems with a grader": {
+                "model": "base",
+                "training_file": "file-5f0c1a",
+                "method": {"type": "reinforcement", "reinforcement": {"grader": GRADER}},
+            },
+            "an environment of this server": {
+                "model": "base",
+                "method": {
+                    "type": "reinforcement",
+                    "reinforcement": {"grader": {"type": "environment", "name": "arithmetic"}},
+                },
+            },
+        },
+        errors=(507,),
+    ),
+    "GET /v1/fine_tuning/jobs": Row((), (jobs.JobList,), parameters=(AFTER, LIMIT)),
+    "GET /v1/fine_tuning/jobs/{job_id}/events": Row((), (jobs.EventList,), parameters=(AFTER, LIMIT)),
+    "GET /v1/fine_tuning/jobs/{job_id}/checkpoints": Row((), (jobs.CheckpointList,), parameters=(AFTER, LIMIT)),
+    "GET /v1/fine_tuning/jobs/{job_id}, POST /v1/fine_tuning/jobs/{job_id}/cancel": Row((), (FineTuningJob,)),
+    "POST /v1/fine_tuning/jobs/{job_id}/pause, POST /v1/fine_tuning/jobs/{job_id}/resume": Row((), (FineTuningJob,)),
     "GET /get_world_size, GET /get_world_size/": Row((), (identity.WorldSize,)),
     "GET /weight_info, GET /get_weight_version": Row((), (identity.WeightVersion,)),
     "GET /model_info, GET /get_model_info": Row((), (identity.ModelInfo,)),

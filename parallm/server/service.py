@@ -10,6 +10,7 @@ from parallm.server.catalog import resolved
 from parallm.server.control.traffic_splits import TrafficSplits, VersionStatistics
 from parallm.server.engine_gateway import CompletionListener, EngineGateway
 from parallm.server.interfaces import (
+    Actor,
     Adapters,
     Device,
     Encoder,
@@ -17,6 +18,7 @@ from parallm.server.interfaces import (
     Models,
     ReplicaHost,
     RewardModels,
+    TensorModels,
     Tokenizer,
     Training,
     Trajectories,
@@ -59,6 +61,10 @@ class Service:
     """Loaded reward models, by name."""
     encoder: Encoder | None = None
     """Vectors of texts; without one, their route answers that this process makes none."""
+    actor: Actor | None = None
+    """Policy nets; without one, their routes answer that this process has none."""
+    predictor: TensorModels | None = None
+    """Arrays through the language model; without one, `/v1/predict` knows policy nets alone."""
     replica: ReplicaHost | None = None
     """This server as a rollout engine of a trainer; without one, its routes answer that it cannot be one."""
     models: Models | None = None

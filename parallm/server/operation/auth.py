@@ -99,13 +99,16 @@ def _digest_of(text: str, where: str) -> bytes:
 Role = Literal["public"] | KeyRole
 
 _ROUTES: Mapping[Role, Mapping[str, str]] = {
-    "public": {"GET": "/health /ready"},
+    "public": {"GET": "/health /ready /v2/health/live /v2/health/ready"},
     "inference": {
         "GET": """
             /models /v1/models /v1/models/{name}
             /model_info /get_model_info /get_weight_version /weight_info /get_world_size /get_world_size/
             /health_generate /is_paused /metrics /v1/metrics /v1/status /v1/queue /v1/queue/stats
             /v1/adapters /v1/shares /v1/splits /v1/trajectories /info
+            /v1/rl/policies /v2
+            /v2/models/{name} /v2/models/{name}/ready
+            /v2/models/{name}/versions/{version} /v2/models/{name}/versions/{version}/ready
             /v1/files /v1/files/{file_id} /v1/files/{file_id}/content /v1/batches /v1/batches/{batch_id}
         """,
         "POST": """
@@ -114,24 +117,34 @@ _ROUTES: Mapping[Role, Mapping[str, str]] = {
             /classify /v1/classify /v1/classifications /embed /predict /similarity
             /generate /generate/ //generate /inference/v1/generate /tokenize /detokenize
             /v1/requests/{request_id}/cancel
+            /v1/rl/act /v1/rl/rollout /v1/predict
+            /v2/models/{name}/infer /v2/models/{name}/versions/{version}/infer
             /v1/files /v1/batches /v1/batches/{batch_id}/cancel
             /v1/rewards /v1/rewards/score /v1/trajectories/{trajectory_id}/reward
         """,
         "DELETE": "/v1/files/{file_id}",
     },
     "training": {
-        "GET": "/debug/training /v1/training/status",
+        "GET": """
+            /debug/training /v1/training/status
+            /v1/fine_tuning/jobs /v1/fine_tuning/jobs/{job_id}
+            /v1/fine_tuning/jobs/{job_id}/events /v1/fine_tuning/jobs/{job_id}/checkpoints
+        """,
         "PUT": "/v1/replica/versions/{version}",
         "POST": """
             /v1/training/pause /v1/training/resume /v1/training/update
             /training/checkpoint /v1/training/checkpoint
+            /v1/fine_tuning/jobs /v1/fine_tuning/jobs/{job_id}/cancel
+            /v1/fine_tuning/jobs/{job_id}/pause /v1/fine_tuning/jobs/{job_id}/resume
             /v1/replica/join /v1/replica/generate /v1/replica/leave
         """,
     },
     "admin": {
         "GET": "/flush_cache",
-        "PUT": "/v1/adapters/{name} /v1/shares /v1/splits/{name}",
-        "DELETE": "/v1/adapters/{model} /v1/adapters/{name}/aliases/{alias} /v1/splits/{name}",
+        "PUT": "/v1/adapters/{name} /v1/shares /v1/splits/{name} /v1/rl/policies/{name}",
+        "DELETE": """
+            /v1/adapters/{model} /v1/adapters/{name}/aliases/{alias} /v1/splits/{name} /v1/rl/policies/{model}
+        """,
         "POST": """
             /pause /pause_generation /areal_pause_generation
             /resume /continue_generation /areal_continue_generation

@@ -198,7 +198,7 @@ give(
     {"engine.soak.traces_over_buckets": Bar(max=1)},
     zero("engine.soak.lost", "engine.soak.leaked_kv_bytes", "engine.soak.failed_besides"),
 )
-CLIENTS = {"clients.passed": Bar(), "clients.total": Bar(min=157), "tasks.clients_passed": Bar(min=7)}
+CLIENTS = {"clients.passed": Bar(), "clients.total": Bar(min=163), "tasks.clients_passed": Bar(min=8)}
 give("clients", "interop/clients/test_clients.py", 5, CLIENTS, zero("clients.failed"))
 give(
     "verifiers",
