@@ -73,6 +73,8 @@ class ServerSettings:
     """Path of a unix socket to listen on beside host and port; `auto` is the one where `parallm` looks for a server."""
     uds_mode: Literal[600, 660, 666] = 600
     """Mode of the unix socket, as chmod takes it; one that lets others than its owner connect needs keys."""
+    ollama: bool = False
+    """Answer Ollama's routes below `/api`, too; programs that expect Ollama's port want `server.port=11434`."""
     ssl_certfile: str | None = None
     """Certificate chain in PEM: HTTPS instead of HTTP."""
     ssl_keyfile: str | None = None
