@@ -157,7 +157,7 @@ class Connections:
 
     async def _accept(self, listener: BoundSocket) -> None:
         loop = asyncio.get_running_loop()
-        number = 0
+        number, is_unix = 0, listener.path is not None
         while True:
             try:
                 accepted, _ = await loop.sock_accept(listener.socket)
@@ -167,7 +167,7 @@ class Connections:
                 self._warn(f"no connection can be accepted: {error}")
                 await asyncio.sleep(SECONDS_BETWEEN_SWEEPS)
                 continue
-            self._add(accepted, is_unix=listener.path is not None)
+            self._add(accepted, is_unix=is_unix)
             number += 1
             if number % ACCEPTED_AT_ONCE == 0:
                 await asyncio.sleep(0)
