@@ -147,7 +147,8 @@ class EvaluateConfig(LogConfig):
 @settings
 class QuantizeSettings:
     bits: Literal[2, 3, 4, 5, 6, 8] | None = None
-    """Bits of a weight in the fused model; without them it is not quantized, whatever its base is."""
+    """Bits of a weight in the fused model; without them it is not quantized, whatever its base is. 8 in a GGUF file,
+    whose groups are of 32 (Q8_0)."""
     group_size: Literal[32, 64, 128] = 64
     """Weights that share a scale."""
 
@@ -160,8 +161,9 @@ class ExportConfig(LogConfig):
     """Name of the folder below checkpoints/, where no `output` is given."""
     model: BaseSettings = BaseSettings()
     """The base and its adapter. `model.dtype=auto` keeps the type that the base is stored in."""
-    formats: tuple[Literal["mlx", "peft", "fused"], ...] = Field(default=("mlx", "peft", "fused"), min_length=1)
-    """`mlx` and `peft`: the adapter as mlx-lm and PEFT read it; `fused`: a whole model with the adapter merged in."""
+    formats: tuple[Literal["mlx", "peft", "fused", "gguf"], ...] = Field(default=("mlx", "peft", "fused"), min_length=1)
+    """`mlx` and `peft`: the adapter as mlx-lm and PEFT read it; `fused`: a whole model with the adapter merged in;
+    `gguf`: the same as a file of llama.cpp's."""
     output: str | None = None
     """A folder that does not exist yet; null: below checkpoints/export."""
     quantize: QuantizeSettings = QuantizeSettings()
@@ -230,6 +232,13 @@ def policy_configs(config: RunConfig) -> dict[str, RunConfig]:
     if wrong:
         raise ConfigError("\n".join(wrong))
     return configs
+
+
+def with_parts(config: RunConfig, parts: Mapping[str, Mapping[str, Any]]) -> RunConfig:
+    """Return `config` with other values of these keys. Raises ConfigError."""
+    changed = _validated(_merged(dataclasses.asdict(config), parts), RunConfig)
+    check_choices(changed)
+    return changed
 
 
 def _check_policies(config: RunConfig) -> None:

@@ -275,6 +275,7 @@ class Batches:
                     owner=owner,
                     expires_after=int(asked) if asked else None,
                 )
+        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
         now = int(self._clock())
         if batch.cancelling_at is not None:
             self._put(batch, "cancelled", cancelled_at=now)
@@ -282,7 +283,6 @@ class Batches:
             self._put(batch, "expired")
         else:
             self._put(batch, "completed", completed_at=now)
-        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
     def _write_expired(self, batch: Batch) -> None:
         """Write an error for each request that has no answer."""

@@ -1,4 +1,4 @@
-"""The objects of `/v1/files` and `/v1/batches` as OpenAI's API shows them, which is also how they are stored.
+"""The objects of files, batches and fine-tuning jobs as OpenAI's API shows them, which is also how they are stored.
 
 Fields, their names and their values are those of https://github.com/openai/openai-openapi. Times are Unix seconds.
 """
@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-Purpose = Literal["fine-tune", "batch", "batch_output"]
+Purpose = Literal["fine-tune", "batch", "batch_output", "fine-tune-results"]
 BatchStatus = Literal[
     "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
 ]
@@ -90,6 +90,73 @@ class Batch(JobRecord):
     request_counts: BatchCounts = BatchCounts()
     usage: BatchUsage = Field(default_factory=BatchUsage)
     metadata: dict[str, Any] | None = None
+
+
+JobStatus = Literal["validating_files", "queued", "running", "paused", "succeeded", "failed", "cancelled"]
+OPEN_JOBS: tuple[JobStatus, ...] = ("validating_files", "queued", "running", "paused")
+"""Statuses of jobs that are not over."""
+
+
+class JobError(BaseModel):
+    code: str
+    message: str
+    param: str | None = None
+
+
+class FineTuningJob(JobRecord):
+    object: Literal["fine_tuning.job"] = "fine_tuning.job"
+    model: str
+    """Model that the job starts from."""
+    status: JobStatus = "validating_files"
+    fine_tuned_model: str | None = None
+    """Name for requests, once the job has succeeded."""
+    training_file: str
+    """Id of a file; empty for an environment, which has problems of its own."""
+    validation_file: str | None = None
+    method: dict[str, Any]
+    hyperparameters: dict[str, Any]
+    """Those of the method; `auto` until training begins."""
+    seed: int
+    finished_at: int | None = None
+    estimated_finish: int | None = None
+    trained_tokens: int | None = None
+    result_files: list[str] = []
+    error: JobError | None = None
+    organization_id: str = ""
+    integrations: list[Any] = []
+    metadata: dict[str, Any] | None = None
+
+
+class JobEvent(JobRecord):
+    object: Literal["fine_tuning.job.event"] = "fine_tuning.job.event"
+    level: Literal["info", "warn", "error"] = "info"
+    message: str
+    type: Literal["message", "metrics"] = "message"
+    data: dict[str, Any] | None = None
+
+
+class CheckpointMetrics(BaseModel):
+    step: int
+    train_loss: float | None = None
+    train_mean_token_accuracy: float | None = None
+    valid_loss: float | None = None
+    valid_mean_token_accuracy: float | None = None
+    full_valid_loss: float | None = None
+    full_valid_mean_token_accuracy: float | None = None
+    train_mean_reward: float | None = None
+    """Mean reward of the completions that the step was trained on; a reinforcement job's, as the next two."""
+    valid_mean_reward: float | None = None
+    valid_accuracy: float | None = None
+    """Share of held-out problems with a right greedy completion, at the newest evaluation."""
+
+
+class JobCheckpoint(JobRecord):
+    object: Literal["fine_tuning.job.checkpoint"] = "fine_tuning.job.checkpoint"
+    fine_tuned_model_checkpoint: str
+    """Name for requests."""
+    fine_tuning_job_id: str
+    step_number: int
+    metrics: CheckpointMetrics
 
 
 def new_id(prefix: str) -> str:

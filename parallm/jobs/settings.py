@@ -1,8 +1,17 @@
 """Settings of files, batches and fine-tuning jobs."""
 
+from typing import Any, Literal
+
 from pydantic import Field
 
+from parallm.environment.settings import ArithmeticSettings, EnvironmentSettings
 from parallm.settings import settings
+
+TrainingPart = Literal["learner", "rollout", "trainer", "checkpoint"]
+
+
+def _registered() -> dict[str, EnvironmentSettings]:
+    return {"arithmetic": ArithmeticSettings()}
 
 
 @settings
@@ -17,3 +26,8 @@ class JobSettings:
     """Bytes of all files together; a file beyond them is refused."""
     batch_requests: int = Field(default=16, ge=1, le=1024)
     """Requests of a batch that are answered at the same time."""
+    environments: dict[str, EnvironmentSettings] = Field(default_factory=_registered)
+    """Environments that a reinforcement job may name as its grader, by names of your choice."""
+    training: dict[TrainingPart, dict[str, Any]] = Field(default_factory=dict)
+    """Keys of `parallm.train` that differ for jobs, such as {learner: {learning_rate: 1e-4}}. What a client says about
+    epochs, batch and rate comes on top."""

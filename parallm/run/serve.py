@@ -123,7 +123,7 @@ async def open_serving(
         with opened_jobs(config) as jobs:
             async with (
                 open_application(runtime, listener, lambda: status, jobs=jobs) as application,
-                working(jobs, application.app),
+                working(jobs, config, runtime, application.app),
             ):
                 yield Serving(runtime=runtime, application=application, messages=messages)
 

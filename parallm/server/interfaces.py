@@ -13,7 +13,7 @@ from parallm.conversation import ChatPrompt, GrammarSource, PromptEnd, Section, 
 from parallm.registry.records import Loaded, Named, Overlay
 from parallm.reports import TrajectoryReport
 from parallm.server.control.replica_schemas import JoinAnswer, JoinBody, ReceivedVersion
-from parallm.tensors import Actions, ActRequest, PolicyCard
+from parallm.tensors import Actions, ActRequest, Arrays, PolicyCard, Signature
 from parallm.types import (
     AdapterCard,
     Completion,
@@ -79,6 +79,10 @@ class OutputFormat(Protocol):
         """All texts that begin or end a section."""
 
     @property
+    def reasoning_marks(self) -> tuple[str, str] | None:
+        """Marks before and after reasoning; None if the model has none."""
+
+    @property
     def tool_marks(self) -> tuple[str, str] | None:
         """Marks before and after a tool call; None if the model's notation is unknown."""
 
@@ -94,6 +98,10 @@ class Tokenizer(Protocol):
     @property
     def template_variables(self) -> frozenset[str]:
         """Variables of the chat template that a client may set."""
+
+    @property
+    def template_source(self) -> str:
+        """The chat template, that for calls of tools if there are several; empty without one."""
 
     @property
     def end_token(self) -> int:
@@ -218,7 +226,17 @@ class Encoder(Protocol):
         """
 
 
-class Actor(Protocol):
+class TensorModels(Protocol):
+    """Interface of `tasks.actor.Actor` and `tasks.predictor.Predictor`: named arrays through a model."""
+
+    def signature(self, model: str) -> Signature:
+        """Return the inputs and outputs of an exact version. Raises UnknownModel, Unavailable."""
+
+    async def predict(self, model: str, inputs: Arrays, outputs: Sequence[str]) -> Arrays:
+        """Return these outputs. Raises UnknownModel, Unavailable, InvalidRequest, EngineFull, NotFinite."""
+
+
+class Actor(TensorModels, Protocol):
     """Interface of `tasks.actor.Actor`: policy nets and their actions."""
 
     def cards(self) -> tuple[PolicyCard, ...]:

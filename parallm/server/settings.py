@@ -71,6 +71,8 @@ class ServerSettings:
     """0 picks a free port and prints it."""
     uds: str | None = None
     """Path of a unix socket to listen on instead of host and port, which stay at their defaults then."""
+    ollama: bool = False
+    """Answer Ollama's routes below `/api`, too; programs that expect Ollama's port want `server.port=11434`."""
     ssl_certfile: str | None = None
     """Certificate chain in PEM: HTTPS instead of HTTP."""
     ssl_keyfile: str | None = None
@@ -127,6 +129,8 @@ class ServerSettings:
     """Make tokens of the texts of control tokens in raw prompts; in the contents of chats they stay text."""
     max_body_bytes: int = Field(default=4 * 1024 * 1024, ge=1024)
     """Larger request bodies are refused before they are read as JSON."""
+    max_answer_bytes: int = Field(default=16 * 1024 * 1024, ge=1024)
+    """Bytes of all tensors in an answer of `/v1/predict`, `/v1/rl/act` and `/v2`."""
     max_grammar_bytes: int = Field(default=64 * 1024, ge=1)
     """Bytes of a schema, a regular expression, choices, or the schemas of all tools that a model is made to call."""
     max_grammar_seconds: float = Field(default=10.0, gt=0)

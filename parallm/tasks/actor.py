@@ -164,15 +164,24 @@ class Actor:
         """Return the card of `agent`, its newest version, or `agent@3`. Raises UnknownModel."""
         return self._card(self._find(model))
 
-    async def run(self, model: str, inputs: Arrays) -> Mapping[str, Array]:
-        """Return the outputs of the net's signature for arrays by the names of its inputs.
+    def signature(self, model: str) -> Signature:
+        """Return the inputs and outputs of a version. Raises UnknownModel."""
+        return self._find(model).net.signature
 
-        Raises UnknownModel, EngineFull, NotFinite, InvalidRequest for inputs of different numbers of rows.
+    async def predict(self, model: str, inputs: Arrays, outputs: Sequence[str]) -> Arrays:
+        """Return these outputs of the signature. Raises as `run`."""
+        found = await self.run(model, inputs)
+        return {name: found[name] for name in outputs}
+
+    async def run(self, model: str, inputs: Arrays) -> Arrays:
+        """Return all outputs of the net for arrays of equally many rows, by the names of its inputs.
+
+        Raises UnknownModel, EngineFull, NotFinite.
         """
-        version, num_rows = self._find(model), _num_rows(inputs)
+        version = self._find(model)
         if self._num_waiting >= self._max_waiting:
             raise EngineFull(f"{self._num_waiting} requests for actions wait; send this one again later")
-        job = _Job(inputs, num_rows)
+        job = _Job(inputs, len(next(iter(inputs.values()))))
         version.waiting.append(job)
         self._num_waiting += 1
         try:
@@ -282,13 +291,6 @@ def _read_folder(folder: Path) -> tuple[bytes, str, str | None]:
         return (folder / WEIGHTS).read_bytes(), (folder / CONFIG).read_text(), signature
     except (OSError, UnicodeDecodeError) as error:
         raise ModelError(f"a policy net is a folder with {CONFIG} and {WEIGHTS}: {error}") from error
-
-
-def _num_rows(inputs: Arrays) -> int:
-    sizes = {name: len(array) for name, array in inputs.items()}
-    if len(set(sizes.values())) > 1:
-        raise InvalidRequest(f"inputs have different numbers of rows: {sizes}", next(iter(sizes)))
-    return next(iter(sizes.values()))
 
 
 def _joined(inputs: Sequence[Arrays], sizes: Sequence[int], signature: Signature) -> dict[str, Array]:

@@ -104,11 +104,11 @@ def test_a_new_process_drops_half_written_files_and_keeps_the_others(bench: Benc
 
 def test_one_process_at_a_time_has_the_folder(tmp_path: Path) -> None:
     settings, folder = JobSettings(enabled=True), tmp_path / "jobs"
-    with open_jobs(settings, folder), pytest.raises(FolderInUse), open_jobs(settings, folder):
+    with open_jobs(settings, folder, base="nano"), pytest.raises(FolderInUse), open_jobs(settings, folder, base="nano"):
         pass
 
 
 def test_what_is_no_database_is_refused(tmp_path: Path) -> None:
     (tmp_path / "jobs.sqlite").write_bytes(b"no database" * 100)
-    with pytest.raises(NotStored, match="name another"), open_jobs(JobSettings(enabled=True), tmp_path):
+    with pytest.raises(NotStored, match="name another"), open_jobs(JobSettings(enabled=True), tmp_path, base="nano"):
         pass

@@ -173,7 +173,10 @@ def test_numbers_that_are_not_finite_are_an_error_and_no_json(client: TestClient
 
 def test_a_process_without_policy_nets_says_so(engine: EchoEngine, tokenizer: CharacterTokenizer) -> None:
     client = TestClient(make_app(engine, tokenizer), base_url="http://localhost")
-    for response in (client.post("/v1/rl/act", json={}), client.get("/v1/rl/policies")):
+    for response in (
+        client.post("/v1/rl/act", json={"model": "agent", "observations": OBS}),
+        client.get("/v1/rl/policies"),
+    ):
         assert (response.status_code, response.json()["error"]["code"]) == (409, "unavailable")
 
 

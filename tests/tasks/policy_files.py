@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,15 @@ def policy_file(config: Mapping[str, Any] | None, weights: Weights | None = None
         texts["config"] = json.dumps(config)
     arrays = weights if weights is not None else weights_of(config or MLP)
     return save(arrays, metadata=texts or None)
+
+
+def write_policy(folder: Path, config: Mapping[str, Any] = MLP, **files: Any) -> Path:
+    """A folder for `tasks.policies`; `files` are more JSON files by their names."""
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(policy_file(None, weights_of(config)))
+    for name, value in {"config": config, **files}.items():
+        (folder / f"{name}.json").write_text(json.dumps(value))
+    return folder
 
 
 def sigmoid(x: np.ndarray) -> np.ndarray:

@@ -17,7 +17,7 @@ from parallm.model.policy_nets.net import PolicyNet
 from parallm.seeds import mix_all
 from parallm.tasks.actor import KEPT_VERSIONS, Actor
 from parallm.tensors import Actions, ActRequest
-from tests.tasks.policy_files import BOX, DISCRETE, GRU, LSTM, MLP, policy_file, weights_of
+from tests.tasks.policy_files import BOX, DISCRETE, GRU, LSTM, MLP, policy_file, weights_of, write_policy
 
 NUM_ROWS = 34
 
@@ -278,18 +278,9 @@ def test_more_requests_than_may_wait_are_refused(device: DeviceThread) -> None:
         act(full, observations(1))
 
 
-def write_folder(folder: Path, config: Mapping[str, Any], **files: Any) -> Path:
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-    (folder / "model.safetensors").write_bytes(policy_file(None, weights_of(config)))
-    for name, value in files.items():
-        (folder / f"{name}.json").write_text(json.dumps(value))
-    return folder
-
-
 def test_nets_are_loaded_from_folders(actor: Actor, tmp_path: Path) -> None:
     signature = {"inputs": [{"name": "cart", "datatype": "FP32", "shape": [-1, 4]}]}
-    folder = write_folder(tmp_path / "net", MLP, signature=signature)
+    folder = write_policy(tmp_path / "net", MLP, signature=signature)
     asyncio.run(actor.load({"agent": str(folder)}))
     assert [spec.name for spec in actor.card("agent@1").signature.inputs] == ["cart"]
 
@@ -302,7 +293,7 @@ def test_a_folder_that_is_no_net_is_named_with_its_key(
     actor: Actor, tmp_path: Path, broken: str | None, message: str
 ) -> None:
     space = {"action_space": {"type": "discrete"}} if broken is None else {}
-    folder = write_folder(tmp_path / "net", MLP)
+    folder = write_policy(tmp_path / "net", MLP)
     (folder / "config.json").write_text(json.dumps(MLP | space))
     if broken is not None:
         (folder / broken).unlink()

@@ -11,7 +11,7 @@ from typing import Annotated, Literal, TypeAlias, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from parallm.errors import ModelError
-from parallm.tensors import Signature, TensorSpec
+from parallm.tensors import Datatype, Signature, TensorSpec
 
 MAX_SIZE = 1 << 20
 Size = Annotated[int, Field(ge=1, le=MAX_SIZE)]
@@ -197,7 +197,7 @@ def _add_layers(shapes: dict[str, tuple[int, ...]], part: str, size: int, sizes:
 
 class _Tensor(_Part):
     name: Annotated[str, Field(min_length=1, max_length=128)]
-    datatype: Literal["BOOL", "INT8", "INT16", "INT32", "INT64", "UINT8", "UINT16", "UINT32", "UINT64", "FP32", "FP64"]
+    datatype: Datatype
     shape: Annotated[tuple[int, ...], Field(min_length=1, max_length=8)]
     role: Literal["hidden", "episode_start"] | None = None
 

@@ -94,34 +94,49 @@ def _digest_of(text: str, where: str) -> bytes:
 Role = Literal["public"] | KeyRole
 
 _ROUTES: Mapping[Role, Mapping[str, str]] = {
-    "public": {"GET": "/health /ready"},
+    "public": {
+        "GET": "/health /ready /v2/health/live /v2/health/ready / /api/version",
+        "HEAD": "/ /api/version",
+    },
     "inference": {
         "GET": """
             /models /v1/models /v1/models/{name}
             /model_info /get_model_info /get_weight_version /weight_info /get_world_size /get_world_size/
             /health_generate /is_paused /metrics /v1/metrics /v1/status /v1/queue /v1/queue/stats
             /v1/adapters /v1/shares /v1/splits /v1/trajectories /info
-            /v1/rl/policies
+            /v1/rl/policies /v2
+            /v2/models/{name} /v2/models/{name}/ready
+            /v2/models/{name}/versions/{version} /v2/models/{name}/versions/{version}/ready
             /v1/files /v1/files/{file_id} /v1/files/{file_id}/content /v1/batches /v1/batches/{batch_id}
+            /api/tags /api/ps /api/status
         """,
+        "HEAD": "/api/tags",
         "POST": """
             /v1/chat/completions /v1/completions /v1/responses /v1/embeddings /embeddings
             /rerank /v1/rerank /v2/rerank /score /v1/score /pooling /v1/pooling
             /classify /v1/classify /v1/classifications /embed /predict /similarity
             /generate /generate/ //generate /inference/v1/generate /tokenize /detokenize
             /v1/requests/{request_id}/cancel
-            /v1/rl/act /v1/rl/rollout
+            /v1/rl/act /v1/rl/rollout /v1/predict
+            /v2/models/{name}/infer /v2/models/{name}/versions/{version}/infer
             /v1/files /v1/batches /v1/batches/{batch_id}/cancel
             /v1/rewards /v1/rewards/score /v1/trajectories/{trajectory_id}/reward
+            /api/generate /api/chat /api/embed /api/embeddings /api/show
         """,
         "DELETE": "/v1/files/{file_id}",
     },
     "training": {
-        "GET": "/debug/training /v1/training/status",
+        "GET": """
+            /debug/training /v1/training/status
+            /v1/fine_tuning/jobs /v1/fine_tuning/jobs/{job_id}
+            /v1/fine_tuning/jobs/{job_id}/events /v1/fine_tuning/jobs/{job_id}/checkpoints
+        """,
         "PUT": "/v1/replica/versions/{version}",
         "POST": """
             /v1/training/pause /v1/training/resume /v1/training/update
             /training/checkpoint /v1/training/checkpoint
+            /v1/fine_tuning/jobs /v1/fine_tuning/jobs/{job_id}/cancel
+            /v1/fine_tuning/jobs/{job_id}/pause /v1/fine_tuning/jobs/{job_id}/resume
             /v1/replica/join /v1/replica/generate /v1/replica/leave
         """,
     },
@@ -139,6 +154,7 @@ _ROUTES: Mapping[Role, Mapping[str, str]] = {
             /load_adapter /upload_adapter /update_adapter_weights /model/switch-lora
             /load_lora_adapter /skyrl/v1/load_lora_adapter /v1/load_lora_adapter
             /unload_lora_adapter /v1/unload_lora_adapter /load_lora_adapter_from_tensors
+            /api/push /api/me /api/signout
             /init_communicator/ /init_weight_transfer_engine /init_weights_update_group
             /start_weight_update /finish_weight_update /update_named_param/
             /update_weights /update_weights_from_disk /update_weights_from_distributed /update_weights_from_tensor

@@ -21,24 +21,23 @@ from parallm.server.connection import json_response, read_body, received, while_
 from parallm.server.interfaces import Actor
 from parallm.server.schemas import Done, Wire, parse_body
 from parallm.server.service import Service
+from parallm.server.tasks.predictions import check_answer
 from parallm.server.tasks.tensors import (
     MAX_ROWS,
+    SECONDS_PER_NUMBER,
     Encoding,
     GivenTensor,
     TensorBody,
     check_rows,
-    read_tensor,
+    read_inputs,
     read_tensors,
     tensor_of,
     unread,
 )
 from parallm.server.tasks.texts import ModelName
-from parallm.tensors import Actions, ActRequest, Array, Datatype, PolicyCard, Role, Signature, TensorSpec, datatype_of
+from parallm.tensors import Actions, ActRequest, Array, Datatype, PolicyCard, Role, TensorSpec, datatype_of
 
-SECONDS_PER_NUMBER = 3e-7
-"""Time to write a number of a tensor as JSON."""
 MAX_SEED = (1 << 64) - 1
-TENSOR_FIELDS = TensorBody.model_fields.keys()
 Returned = Literal["action_log_probs", "value_estimates", "entropy"]
 
 
@@ -128,7 +127,7 @@ def rl_routes(service: Service) -> APIRouter:
     @router.post("/v1/rl/rollout")
     async def act(http: Request) -> Response:
         """Act on observations by a policy net."""
-        body, request = await received(service, http, partial(_parse, actor_of(service)))
+        body, request = await received(service, http, partial(_parse, service))
         actions = await while_connected(http.receive, actor_of(service).act(request))
         seconds = 0.0 if body.encoding == "b64" else _num_numbers(actions) * SECONDS_PER_NUMBER
         return await service.workers.run_if_long(partial(_answer, body, request, actions), seconds=seconds)
@@ -155,7 +154,7 @@ def rl_routes(service: Service) -> APIRouter:
 
 
 def actor_of(service: Service) -> Actor:
-    """Return the actor. Raises Unavailable."""
+    """Raises Unavailable."""
     if service.actor is None:
         raise Unavailable("this process has no policy nets")
     return service.actor
@@ -179,14 +178,15 @@ def _tensor_entry(spec: TensorSpec) -> TensorEntry:
     return TensorEntry(name=spec.name, datatype=spec.datatype, shape=list(spec.shape), **role)
 
 
-def _parse(actor: Actor, text: bytes) -> tuple[ActFields, ActRequest]:
-    """Raises InvalidRequest, UnknownModel."""
+def _parse(service: Service, text: bytes) -> tuple[ActFields, ActRequest]:
+    """Raises InvalidRequest, UnknownModel, Unavailable."""
     body = parse_body(text, ActBody)
-    card = actor.card(body.model)
-    inputs = read_observations(body.observations, card.signature)
+    card = actor_of(service).card(body.model)
+    inputs = read_inputs(body.observations, card.signature.observations, "observations")
     hidden = {} if body.hidden_states is None else body.hidden_states
     inputs |= read_tensors(hidden, card.signature.hidden, "hidden_states")
     num_rows = check_rows(inputs, "observations")
+    check_answer(service, card.signature.outputs, inputs)
     if body.episode_start is not None:
         if len(body.episode_start) != num_rows:
             raise InvalidRequest(
@@ -206,17 +206,6 @@ def _parse(actor: Actor, text: bytes) -> tuple[ActFields, ActRequest]:
         is_deterministic=body.deterministic,
         wants_entropy="entropy" in body.returned,
     )
-
-
-def read_observations(given: object, signature: Signature) -> dict[str, Array]:
-    """Return observations by name; a single one may stand without its name. Raises InvalidRequest."""
-    specs = signature.observations
-    if isinstance(given, dict) and not given.keys() & TENSOR_FIELDS:
-        return read_tensors(given, specs, "observations", known=[spec.name for spec in signature.hidden])
-    if len(specs) > 1:
-        names = ", ".join(spec.name for spec in specs)
-        raise InvalidRequest(f"observations should be an object with the tensors {names}", "observations")
-    return {specs[0].name: read_tensor(given, specs[0], "observations")}
 
 
 def _row_seeds(seeds: int | list[int], num_rows: int) -> Array:

@@ -7,7 +7,7 @@ refused; numbers of 16 bits travel as bytes alone, as in KServe's protocol.
 import base64
 import binascii
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeGuard
 
 import numpy as np
@@ -20,6 +20,8 @@ from parallm.tensors import DATATYPES, ITEM_BYTES, NUMPY_TYPES, Array, Arrays, D
 MAX_AXES = 8
 MAX_ROWS = 4096
 """Rows of a request."""
+SECONDS_PER_NUMBER = 3e-7
+"""Time to write a number of a tensor as JSON."""
 Encoding = Literal["json", "b64"]
 BF16_SHIFT = 16
 BELOW_HALF = 0x7FFF
@@ -46,20 +48,23 @@ GivenTensor = Annotated[Any, PlainValidator(unread, json_schema_input_type=Tenso
 """A tensor, or its numbers as a nested list, before the signature says what it should be."""
 
 
-def read_tensors(
-    given: Mapping[str, Any], specs: Sequence[TensorSpec], field: str, *, known: Iterable[str] = ()
-) -> dict[str, Array]:
-    """Return the arrays of a body's tensors by name. Raises InvalidRequest naming `field` and the tensor.
+def read_inputs(given: object, specs: Sequence[TensorSpec], field: str) -> dict[str, Array]:
+    """Return tensors by name; where one is needed alone, it may stand without its name. Raises InvalidRequest."""
+    if isinstance(given, dict) and not given.keys() & TensorBody.model_fields.keys():
+        return read_tensors(given, specs, field)
+    needed = [spec for spec in specs if not spec.is_optional]
+    if len(needed) > 1:
+        names = ", ".join(spec.name for spec in needed)
+        raise InvalidRequest(f"{field} should be an object with the tensors {names}", field)
+    return {needed[0].name: read_tensor(given, needed[0], field)}
 
-    `specs` are those that may be given here; `known` are other names that the model has, for the error's text.
-    """
+
+def read_tensors(given: Mapping[str, Any], specs: Sequence[TensorSpec], field: str) -> dict[str, Array]:
+    """Return the arrays of a body's tensors by name. Raises InvalidRequest naming `field` and the tensor."""
     names = [spec.name for spec in specs]
     for name in given:
         if name not in names:
-            elsewhere = "; it is an input of the model, but not one that stands here" if name in known else ""
-            raise InvalidRequest(
-                f"{field} has no tensor {name[:100]!r}{elsewhere}; it has {', '.join(names) or 'none'}", field
-            )
+            raise InvalidRequest(f"{field} has no tensor {name[:100]!r}; it has {', '.join(names) or 'none'}", field)
     for spec in specs:
         if spec.name not in given and not spec.is_optional:
             raise InvalidRequest(f"the tensor {spec.name} is missing in {field}", field)

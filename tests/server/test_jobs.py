@@ -1,4 +1,4 @@
-"""`/v1/files` and `/v1/batches` over HTTP: forms, owners, refusals, and answers behind those of clients."""
+"""Files, batches and fine-tuning jobs over HTTP: forms, owners, refusals, and answers behind those of clients."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ FORM = {"purpose": "batch"}
 
 @pytest.fixture
 def jobs(tmp_path: Path) -> Iterator[Jobs]:
-    with open_jobs(JobSettings(enabled=True, max_file_bytes=2048), tmp_path / "jobs") as jobs:
+    with open_jobs(JobSettings(enabled=True, max_file_bytes=2048), tmp_path / "jobs", base="nano") as jobs:
         yield jobs
 
 
@@ -152,3 +152,54 @@ def test_wrong_batches_are_refused_by_name(with_jobs: FastAPI, field: str) -> No
     body = {"input_file_id": "file-1", "endpoint": "/v1/completions", "completion_window": "24h", field: 5}
     response = send_to(with_jobs, "POST", "/v1/batches", json=body)
     assert (response.status_code, response.json()["error"]["param"]) == (400, field)
+
+
+JOB = {"model": "base", "training_file": "file-none"}
+STRINGS = {"type": "string_check", "input": "a", "operation": "eq", "reference": "b"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "param"),
+    [
+        ({}, 404, "id"),
+        ({"training_file": ""}, 400, "training_file"),
+        ({"model": "nope"}, 404, "model"),
+        ({"method": {"type": "dpo", "dpo": {}}}, 400, "method"),
+        ({"method": {"type": "dpo"}}, 400, "method.type"),
+        ({"method": {"type": "reinforcement"}}, 400, "method.reinforcement"),
+        ({"method": {"type": "reinforcement", "reinforcement": {"grader": {"type": "python"}}}}, 400, "method."),
+        ({"method": {"type": "supervised", "reinforcement": {"grader": STRINGS}}}, 400, "method.reinforcement"),
+        ({"method": {"type": "supervised"}, "hyperparameters": {"n_epochs": 1}}, 400, "hyperparameters"),
+        ({"hyperparameters": {"n_epochs": 0}}, 400, "hyperparameters"),
+        ({"hyperparameters": {"compute_multiplier": 2}}, 400, "hyperparameters.compute_multiplier"),
+        ({"suffix": "a/b"}, 400, "suffix"),
+        ({"suffix": "a" * 65}, 400, "suffix"),
+        ({"seed": -1}, 400, "seed"),
+        ({"integrations": [{"type": "wandb"}]}, 400, "integrations"),
+        ({"color": "red"}, 400, "color"),
+    ],
+)
+def test_wrong_jobs_are_refused_by_name(with_jobs: FastAPI, fields: dict[str, Any], status: int, param: str) -> None:
+    response = send_to(with_jobs, "POST", "/v1/fine_tuning/jobs", json=JOB | fields)
+    error = response.json()["error"]
+    assert (response.status_code, str(error["param"])[: len(param)]) == (status, param), error
+
+
+def test_an_environment_is_named_and_brings_its_problems(with_jobs: FastAPI) -> None:
+    def create(name: str, **fields: Any) -> httpx.Response:
+        method = {"type": "reinforcement", "reinforcement": {"grader": {"type": "environment", "name": name}}}
+        return send_to(with_jobs, "POST", "/v1/fine_tuning/jobs", json={"model": "base", "method": method, **fields})
+
+    assert "arithmetic" in create("gsm8k").json()["error"]["message"]
+    assert create("arithmetic", training_file="file-1").json()["error"]["param"] == "training_file"
+    job = create("arithmetic", training_file="", integrations=[]).json()
+    assert (job["status"], job["training_file"], job["hyperparameters"]["n_epochs"]) == ("validating_files", "", "auto")
+    path = f"/v1/fine_tuning/jobs/{job['id']}"
+    assert [event["message"] for event in send_to(with_jobs, "GET", f"{path}/events").json()["data"]] == [
+        f"Created fine-tuning job: {job['id']}"
+    ]
+    assert send_to(with_jobs, "POST", f"{path}/resume").status_code == 400
+    assert send_to(with_jobs, "POST", f"{path}/pause").json()["status"] == "paused"
+    assert send_to(with_jobs, "POST", f"{path}/cancel").json()["status"] == "cancelled"
+    assert send_to(with_jobs, "POST", f"{path}/cancel").status_code == 400
+    assert send_to(with_jobs, "GET", "/v1/fine_tuning/jobs?limit=1").json()["data"][0]["id"] == job["id"]
