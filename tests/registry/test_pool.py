@@ -5,6 +5,7 @@ import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from starlette.types import Receive, Scope, Send
@@ -78,14 +79,14 @@ async def opened(
     if not (folder / "models").exists():
         for name in NAMES:
             write_folder(folder / "models" / name)
-    discovery.HF_HUB_CACHE = str(folder / "hub")
     catalogue = Catalogue(folder / "registry", (str(folder / "models"),))
     settings = settings or RegistrySettings(enabled=True, wait_seconds=5.0)
     owner = OwnModel(
         folder=(own or folder / "none").resolve(), user="run r, which trains on it", call=lambda name: None
     )
     pool = Pool(catalogue, settings, loader, 100, owner)
-    await pool.scan()
+    with patch("parallm.registry.discovery.HF_HUB_CACHE", str(folder / "hub")):
+        await pool.scan()
     try:
         yield pool
     finally:
