@@ -54,7 +54,23 @@ class LogConfig:
 
 
 @settings
-class RunConfig(LogConfig):
+class LogFileConfig(LogConfig):
+    """Keys of commands that write log files."""
+
+    log_max_bytes: int | None = Field(default=None, ge=65_536)
+    """Bytes at which a log file becomes FILE.1, beside the two before it; null: it grows until others move it."""
+
+
+@settings
+class ServiceLogConfig(LogFileConfig):
+    """Keys of commands that run for weeks without a run folder."""
+
+    log_file: str | None = None
+    """File that gets the log as run.log of a training run does; null: none."""
+
+
+@settings
+class RunConfig(LogFileConfig):
     """All keys of a training run. One field per part: field here, folder of parallm/, group of conf/."""
 
     name: str = Field(default="run", pattern=NAME_PATTERN)
@@ -92,7 +108,7 @@ class RunConfig(LogConfig):
 
 
 @settings
-class ServeConfig(LogConfig):
+class ServeConfig(ServiceLogConfig):
     """All keys of `parallm.serve`."""
 
     name: str = Field(default="serve", pattern=NAME_PATTERN)
@@ -113,6 +129,8 @@ class ServeConfig(LogConfig):
     """More models beside `model`, which requests load by name."""
     distributed: ServingSettings = ServingSettings()
     """Several servers behind one address, and a base that is divided between devices."""
+    idle_exit_seconds: float | None = Field(default=None, gt=0)
+    """Seconds without a request after which the process ends with 0, and its memory is free; null: never."""
     jobs: JobSettings = JobSettings()
     """Files, batches and fine-tuning jobs of clients."""
 
@@ -147,7 +165,8 @@ class EvaluateConfig(LogConfig):
 @settings
 class QuantizeSettings:
     bits: Literal[2, 3, 4, 5, 6, 8] | None = None
-    """Bits of a weight in the fused model; without them it is not quantized, whatever its base is."""
+    """Bits of a weight in the fused model; without them it is not quantized, whatever its base is. 8 in a GGUF file,
+    whose groups are of 32 (Q8_0)."""
     group_size: Literal[32, 64, 128] = 64
     """Weights that share a scale."""
 
@@ -160,8 +179,9 @@ class ExportConfig(LogConfig):
     """Name of the folder below checkpoints/, where no `output` is given."""
     model: BaseSettings = BaseSettings()
     """The base and its adapter. `model.dtype=auto` keeps the type that the base is stored in."""
-    formats: tuple[Literal["mlx", "peft", "fused"], ...] = Field(default=("mlx", "peft", "fused"), min_length=1)
-    """`mlx` and `peft`: the adapter as mlx-lm and PEFT read it; `fused`: a whole model with the adapter merged in."""
+    formats: tuple[Literal["mlx", "peft", "fused", "gguf"], ...] = Field(default=("mlx", "peft", "fused"), min_length=1)
+    """`mlx` and `peft`: the adapter as mlx-lm and PEFT read it; `fused`: a whole model with the adapter merged in;
+    `gguf`: the same as a file of llama.cpp's."""
     output: str | None = None
     """A folder that does not exist yet; null: below checkpoints/export."""
     quantize: QuantizeSettings = QuantizeSettings()
@@ -171,7 +191,7 @@ class ExportConfig(LogConfig):
 
 
 @settings
-class FrontConfig(LogConfig):
+class FrontConfig(ServiceLogConfig):
     """All keys of `parallm.front`."""
 
     workers: tuple[str, ...] = ()

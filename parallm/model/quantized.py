@@ -8,8 +8,8 @@ have a kernel of their own (`kernels/quantized_gemm.py`). Experts that stay pack
 
 import copy
 from collections import Counter
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -29,6 +29,8 @@ UNPACKED_SHARE = 0.5
 MANY_ROWS = 256
 """On CUDA: with fewer, unpacking costs more than it saves. An H200 multiplies 256 rows with 4,096 x 28,672 packed
 weights in 0.52 ms by MLX's product, and in 0.34 if MLX unpacks them first; 128 rows in 0.26 and 0.36."""
+
+FLOATS = ("float32", "float16", "bfloat16")
 
 Storage = Literal["auto", "packed", "unpacked"]
 
@@ -56,12 +58,17 @@ def stored_dtype(base: nn.Module) -> mx.Dtype:
     return sizes.most_common(1)[0][0]
 
 
-def choose_dtype(name: str, base: nn.Module) -> mx.Dtype:
-    """The type that `model.dtype` asks for; `auto` is float32 on a CPU and the stored type elsewhere."""
+def choose_dtype(name: str, base: nn.Module, config: Mapping[str, Any]) -> mx.Dtype:
+    """The type that `model.dtype` asks for; `auto` is float32 on a CPU and the stored type elsewhere, or what `config`
+    names where only the scales of packed weights are float32: MLX multiplies in the type of the scales."""
     if name != "auto":
         return getattr(mx, name)  # the settings allow only names of dtypes
-    # bfloat16 products run at 7 GFLOP/s on a CPU, float32 ones at 200
-    return mx.float32 if _on_cpu() else stored_dtype(base)
+    if _on_cpu():
+        return mx.float32  # bfloat16 products run at 7 GFLOP/s on a CPU, float32 ones at 200
+    stored = stored_dtype(base)
+    if stored == mx.float32 and unpacked_bytes(base, stored) and (named := config.get("dtype")) in FLOATS:
+        return getattr(mx, named)
+    return stored
 
 
 def arrange_quantized(base: nn.Module, storage: Storage, dtype: mx.Dtype) -> None:

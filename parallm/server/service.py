@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from parallm.jobs.jobs import Jobs
+from parallm.registry.records import Model
 from parallm.reports import TrainingStatus
 from parallm.server.catalog import resolved
 from parallm.server.control.traffic_splits import TrafficSplits, VersionStatistics
@@ -29,6 +30,16 @@ from parallm.server.operation.tracing import Traces
 from parallm.server.request_limits import BodyBudget, WorkerPool
 from parallm.server.settings import ServerSettings
 from parallm.types import POLICY, AdapterCard, Completion, GenerationRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnBase:
+    """The base that this process was started with, as lists of models show it."""
+
+    model: Model
+    num_bytes: int
+    """Memory of its weights."""
+    is_on_accelerator: bool
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -67,6 +78,8 @@ class Service:
     """Arrays through the language model; without one, `/v1/predict` knows policy nets alone."""
     replica: ReplicaHost | None = None
     """This server as a rollout engine of a trainer; without one, its routes answer that it cannot be one."""
+    base: OwnBase | None = None
+    """Description of the base, where `server.ollama` is on."""
     models: Models | None = None
     """Models of the catalogue, which requests load by name; without them this process has one."""
     jobs: Jobs | None = None

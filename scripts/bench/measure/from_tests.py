@@ -99,6 +99,9 @@ give(
     "tasks", "tasks/test_references.py", 0.5, {"tasks.worst_embedding_error": Bar(max=1e-5)}, worst_embedding_error=max
 )
 give("task_losses", "tasks/test_losses.py", 0.1, {"tasks.worst_loss_error": Bar(max=1e-6)}, worst_loss_error=max)
+EXACT = {"gguf.types_exact": Bar(min=12, max=12), "gguf.control_types_inexact": Bar(min=7)}
+DAMAGED = {"gguf.mutants_survived": Bar(min=5000), "gguf.mutants_refused": Bar(min=2500)}
+give("gguf", "model/gguf", 2, EXACT, DAMAGED, {"gguf.control_unclear_errors": Bar(min=10)})
 give(
     "task_learning",
     "learning/test_encoders.py",
@@ -205,6 +208,20 @@ give(
     {"engine.soak.memory_drift": Bar(max=0.02), "engine.soak.next_request_seconds": Bar(max=1)},
     {"engine.soak.traces_over_buckets": Bar(max=1)},
     zero("engine.soak.lost", "engine.soak.leaked_kv_bytes", "engine.soak.failed_besides"),
+)
+give(
+    "models",
+    "interop/models",
+    10,
+    {"jobs.accuracy_before": Bar(), "jobs.accuracy_gain": Bar(min=0.3), "jobs.control_gain": Bar(min=-0.1, max=0.1)},
+    {"models.clients_passed": Bar(min=7), "models.clients_total": Bar(min=7)},
+)
+give(
+    "job_kills",
+    "robustness/test_job_kills.py",
+    6,
+    {"jobs.kills": Bar(min=20), "jobs.control_lost": Bar(min=1), "jobs.control_twice": Bar(min=1)},
+    zero("jobs.lost", "jobs.twice"),
 )
 CLIENTS = {"clients.passed": Bar(), "clients.total": Bar(min=157), "tasks.clients_passed": Bar(min=8)}
 give("clients", "interop/clients/test_clients.py", 5, CLIENTS, zero("clients.failed"))
