@@ -98,6 +98,8 @@ class RuntimeSettings:
     """Seed of a new adapter."""
     learner: LearnerSettings = LearnerSettings()
     """Settings of the passes of reward models."""
+    log_max_bytes: int | None = None
+    """Size at which the log of requests is rotated."""
     folder: Path | None = None
     """Folder above the state of operators; None keeps no state."""
     keeps_state: bool = False
@@ -169,7 +171,7 @@ async def open_runtime(
     Raises ParallmError.
     """
     with ExitStack() as resources:
-        resources.enter_context(writing_request_log(settings.server.request_log))
+        resources.enter_context(writing_request_log(settings.server.request_log, settings.log_max_bytes))
         traces = resources.enter_context(exporting_traces(settings.server.otlp_endpoint))
         monitor = UsageMonitor()
         monitor.start()

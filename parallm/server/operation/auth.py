@@ -22,7 +22,7 @@ from starlette.requests import Request
 from parallm.errors import ConfigError, InvalidRequest
 from parallm.server.failures import Draining, NotAllowed, WrongKey
 from parallm.server.operation.middleware import Drain
-from parallm.server.operation.request_context import current_request
+from parallm.server.operation.request_context import UNIX, current_request
 from parallm.server.settings import ApiKey, KeyRole, ServerSettings
 
 MIN_KEY_LENGTH = 16
@@ -42,6 +42,11 @@ def read_keys(settings: ServerSettings) -> tuple[StoredKey, ...]:
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigError(f"server.api_keys: the name {twice[0]} stands there twice; give each key a name of its own")
     return tuple(StoredKey(key.name, key.role, _digest(key, os.environ)) for key in settings.api_keys)
+
+
+def owner_key(token: str) -> StoredKey:
+    """Return the key of whoever can read the token beside a unix socket."""
+    return StoredKey("owner", "admin", hashlib.sha256(token.encode()).digest())
 
 
 def presented_key(headers: Headers) -> str | None:
@@ -223,7 +228,7 @@ def auth_dependency(
         if context.is_local:
             context.api_role = "admin"
         else:
-            authorize(role_of(http), http.headers, keys, settings)
+            authorize(role_of(http), http.headers, keys + http.scope.get(UNIX, ()), settings)
         if drain.is_draining and not context.is_local and _asks_for_work(http):
             seconds = math.ceil(settings.drain_seconds)
             raise Draining(f"the server shuts down and takes no new requests; try again in {seconds} s", seconds)
