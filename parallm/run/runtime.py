@@ -67,6 +67,7 @@ from parallm.server.service import OwnBase, Service
 from parallm.server.settings import ServerSettings
 from parallm.tasks.actor import Actor
 from parallm.tasks.encoder import Encoder
+from parallm.tasks.predictor import Predictor
 from parallm.tasks.settings import TaskSettings
 from parallm.trainer.reward_training import find_reward_model
 from parallm.types import BASE, POLICY
@@ -119,6 +120,7 @@ class Runtime:
     engine: AsyncEngine
     encoder: Encoder
     actor: Actor
+    predictor: Predictor
     start: Adapter
     """The version to train from: the given adapter, or a new one whose product is zero."""
     kept: PersistentTable
@@ -216,6 +218,15 @@ async def open_runtime(
             needed = await on_device(device, partial(_needed_kernels, settings, model, start, has_task))
             await asyncio.to_thread(prepare_kernels, needed, target(), partial(_tell_kernels, tell))
         engine = await _start_engine(parts.engine, settings.engine, device, model, adapters, streams)
+        predictor = Predictor(
+            device,
+            streams,
+            model,
+            adapters,
+            encoder,
+            max_context=engine.max_context,
+            max_waiting=settings.engine.max_waiting,
+        )
         trained = settings.policies if settings.is_training else ()
         kept = open_table(
             settings.server, settings.folder, device, model, adapters, trained=trained, continues=settings.keeps_state
@@ -243,6 +254,7 @@ async def open_runtime(
             engine=engine,
             encoder=encoder,
             actor=actor,
+            predictor=predictor,
             start=start,
             kept=kept,
             store=store,
@@ -294,6 +306,7 @@ async def open_application(
         reward_models=partial(_rates, runtime.settings.server.reward_model is not None, reward_models or {}),
         encoder=runtime.encoder,
         actor=runtime.actor,
+        predictor=runtime.predictor,
         replica=runtime.host,
         jobs=jobs,
         models=pool,

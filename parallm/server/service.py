@@ -17,9 +17,9 @@ from parallm.server.interfaces import (
     Encoder,
     EngineClient,
     Models,
+    Predictor,
     ReplicaHost,
     RewardModels,
-    TensorModels,
     Tokenizer,
     Training,
     Trajectories,
@@ -74,7 +74,7 @@ class Service:
     """Vectors of texts; without one, their route answers that this process makes none."""
     actor: Actor | None = None
     """Policy nets; without one, their routes answer that this process has none."""
-    predictor: TensorModels | None = None
+    predictor: Predictor | None = None
     """Arrays through the language model; without one, `/v1/predict` knows policy nets alone."""
     replica: ReplicaHost | None = None
     """This server as a rollout engine of a trainer; without one, its routes answer that it cannot be one."""
