@@ -3,9 +3,10 @@
 import asyncio
 import json
 import shutil
-import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from unittest.mock import patch
 
@@ -15,8 +16,10 @@ import bench
 from bench.workers.loads import SHAPES
 from bench.workers.random_model import random_base
 from parallm.config.schema import ServeConfig
+from parallm.device.thread import DeviceThread
 from parallm.engine.async_engine import AsyncEngine
 from parallm.model import load
+from parallm.model.shared_model import SharedModel
 from parallm.registry.settings import RegistrySettings
 from parallm.run.serve import open_serving
 from parallm.server.operation.http_server import local_only
@@ -30,15 +33,15 @@ END_TOKEN = 1
 
 
 async def main(*, loads: int, is_whole: bool) -> dict[str, list[float]]:
-    """`is_whole`: all weights are read in one unit of work, as a control."""
+    """`is_whole`: the whole load is one call, as a control."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "models" / "loaded"
         write_folder(folder)
         server = ServerSettings(enabled=True)
         registry = RegistrySettings(enabled=True, folder=f"{name}/registry", folders=(str(folder.parent),))
         config = ServeConfig(server=server, registry=registry)
-        unit = sys.maxsize if is_whole else load.UNIT_BYTES
-        with patch.object(load, "UNIT_BYTES", unit):
+        queue = in_one_call if is_whole else DeviceThread.load
+        with patch.object(DeviceThread, "load", queue):
             async with open_serving(config, bench.BLAS, local_only(server), folder=None) as serving:
                 pool = serving.application.pool
                 assert pool is not None
@@ -55,6 +58,10 @@ async def main(*, loads: int, is_whole: bool) -> dict[str, list[float]]:
                 streaming.cancel()
                 await asyncio.wait((streaming,))
     return gaps
+
+
+def in_one_call(device: DeviceThread, units: Iterator[SharedModel | None]) -> Future[SharedModel]:
+    return device.call(lambda: load.last(units))
 
 
 def write_folder(folder: Path) -> None:
