@@ -56,6 +56,8 @@ def a_supervised_job_makes_a_model(client: Client) -> None:
     (checkpoint,) = client.fine_tuning.jobs.checkpoints.list(job.id)
     expect((checkpoint.step_number, checkpoint.metrics.step) == (4, 4), checkpoint)
     expect(checkpoint.metrics.valid_loss > 0, checkpoint)
+    expect(client.models.delete(job.fine_tuned_model).deleted)
+    refused(openai.NotFoundError, "model", lambda: client.models.retrieve(job.fine_tuned_model))
 
 
 @probe
