@@ -168,6 +168,10 @@ def _training(parser: Parser) -> None:
     _json(parser)
 
 
+def _config(parser: Parser) -> None:
+    parser.add_argument("action", nargs="?", default="show", choices=("path", "show", "check"))
+
+
 COMMANDS: dict[str, Command] = {
     "run": Command("parallm.cli.chat:run", "talk to a model, or get one answer", _run),
     "chat": Command("parallm.cli.chat:run", "the same as run", _run),
@@ -179,5 +183,11 @@ COMMANDS: dict[str, Command] = {
     "adapters": Command("parallm.cli.control:adapters", "list, load, promote and forget adapters", _adapters),
     "training": Command("parallm.cli.control:training", "watch, pause, resume, step and save training", _training),
     "status": Command("parallm.cli.control:status", "say whether a server answers; exit code 0, 3 (none), 4", _json),
+    "config": Command(
+        "parallm.cli.configuration:config",
+        "where the user's configuration file is, what it sets, whether it is right",
+        _config,
+        asks_server=False,
+    ),
 }
 """Commands in the order of `--help`."""

@@ -54,7 +54,23 @@ class LogConfig:
 
 
 @settings
-class RunConfig(LogConfig):
+class LogFileConfig(LogConfig):
+    """Keys of commands that write log files."""
+
+    log_max_bytes: int | None = Field(default=None, ge=65_536)
+    """Bytes at which a log file becomes FILE.1, beside the two before it; null: it grows until others move it."""
+
+
+@settings
+class ServiceLogConfig(LogFileConfig):
+    """Keys of commands that run for weeks without a run folder."""
+
+    log_file: str | None = None
+    """File that gets the log as run.log of a training run does; null: none."""
+
+
+@settings
+class RunConfig(LogFileConfig):
     """All keys of a training run. One field per part: field here, folder of parallm/, group of conf/."""
 
     name: str = Field(default="run", pattern=NAME_PATTERN)
@@ -92,7 +108,7 @@ class RunConfig(LogConfig):
 
 
 @settings
-class ServeConfig(LogConfig):
+class ServeConfig(ServiceLogConfig):
     """All keys of `parallm.serve`."""
 
     name: str = Field(default="serve", pattern=NAME_PATTERN)
@@ -113,6 +129,8 @@ class ServeConfig(LogConfig):
     """More models beside `model`, which requests load by name."""
     distributed: ServingSettings = ServingSettings()
     """Several servers behind one address, and a base that is divided between devices."""
+    idle_exit_seconds: float | None = Field(default=None, gt=0)
+    """Seconds without a request after which the process ends with 0, and its memory is free; null: never."""
     jobs: JobSettings = JobSettings()
     """Files, batches and fine-tuning jobs of clients."""
 
@@ -173,7 +191,7 @@ class ExportConfig(LogConfig):
 
 
 @settings
-class FrontConfig(LogConfig):
+class FrontConfig(ServiceLogConfig):
     """All keys of `parallm.front`."""
 
     workers: tuple[str, ...] = ()

@@ -70,7 +70,7 @@ def describe(source: str, folder: Path, digest: str) -> Model:
     """Read what a model is. The number is 0. Raises ModelError for files that cannot be read."""
     try:
         config = json.loads((folder / CONFIG).read_text())
-        tensors = _tensors(folder)
+        tensors = tensor_headers(folder)
         files = list(_files(folder))
     except (OSError, ValueError, TypeError) as error:
         raise ModelError(f"{folder}: its files cannot be read: {error}") from error
@@ -122,7 +122,7 @@ def _files(folder: Path) -> Iterator[tuple[str, int, int]]:
             yield entry.name, found.st_size, found.st_mtime_ns
 
 
-def _tensors(folder: Path) -> dict[str, Mapping[str, Any]]:
+def tensor_headers(folder: Path) -> dict[str, Mapping[str, Any]]:
     """The headers of the tensors by name, as safetensors writes them."""
     tensors: dict[str, Mapping[str, Any]] = {}
     for path in folder.glob("model*.safetensors"):
@@ -155,7 +155,7 @@ def _bits(config: Mapping[str, Any]) -> int | None:
 def _capabilities(folder: Path, config: Mapping[str, Any], names: frozenset[str]) -> Iterator[str]:
     if config.get("model_type") not in ENCODERS and writes_text(config, names):
         yield "completion"
-        template = _template(folder)
+        template = chat_template(folder)
         if re.search(r"\btools\b", template):
             yield "tools"
         if re.search(r"<think>|\benable_thinking\b|\breasoning_content\b", template):
@@ -168,7 +168,7 @@ def _capabilities(folder: Path, config: Mapping[str, Any], names: frozenset[str]
         yield TASKS[spec.task]
 
 
-def _template(folder: Path) -> str:
+def chat_template(folder: Path) -> str:
     """The chat template as text; several ones one after the other."""
     file = folder / "chat_template.jinja"
     if file.is_file():

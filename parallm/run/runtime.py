@@ -50,6 +50,8 @@ from parallm.model.kernels.preparation import prepare_kernels
 from parallm.model.load import check_local, find_folder, load_shared_model
 from parallm.model.settings import ModelSettings
 from parallm.model.shared_model import SharedModel
+from parallm.registry.discovery import describe, digest_of
+from parallm.registry.pool import Pool
 from parallm.reports import TrainingStatus
 from parallm.rollout.reward_model import Rate, RewardModel
 from parallm.rollout.settings import RewardModelSettings
@@ -61,10 +63,11 @@ from parallm.server.interfaces import Training, Trajectories
 from parallm.server.operation.http_server import HttpServer, Listener
 from parallm.server.operation.request_context import writing_request_log
 from parallm.server.operation.tracing import Traces, exporting_traces
-from parallm.server.service import Service
+from parallm.server.service import OwnBase, Service
 from parallm.server.settings import ServerSettings
 from parallm.tasks.actor import Actor
 from parallm.tasks.encoder import Encoder
+from parallm.tasks.predictor import Predictor
 from parallm.tasks.settings import TaskSettings
 from parallm.trainer.reward_training import find_reward_model
 from parallm.types import BASE, POLICY
@@ -72,6 +75,8 @@ from parallm.types import BASE, POLICY
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 REWARD = "reward"
+DTYPES = {mx.float32: "F32", mx.float16: "F16", mx.bfloat16: "BF16"}
+"""Names that lists of models have for types of weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +100,8 @@ class RuntimeSettings:
     """Seed of a new adapter."""
     learner: LearnerSettings = LearnerSettings()
     """Settings of the passes of reward models."""
+    log_max_bytes: int | None = None
+    """Size at which the log of requests is rotated."""
     folder: Path | None = None
     """Folder above the state of operators; None keeps no state."""
     keeps_state: bool = False
@@ -113,11 +120,13 @@ class Runtime:
     engine: AsyncEngine
     encoder: Encoder
     actor: Actor
+    predictor: Predictor
     start: Adapter
     """The version to train from: the given adapter, or a new one whose product is zero."""
     kept: PersistentTable
     """`adapters` with the state of operators."""
     store: AdapterStore
+    base_folder: Path
     host: ReplicaHost | None
     """This process as a rollout engine of a trainer elsewhere; None while it trains itself."""
     sampling_defaults: Mapping[str, float]
@@ -139,6 +148,7 @@ class Application:
 
     app: FastAPI
     server: HttpServer | None
+    pool: Pool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +175,7 @@ async def open_runtime(
     Raises ParallmError.
     """
     with ExitStack() as resources:
-        resources.enter_context(writing_request_log(settings.server.request_log))
+        resources.enter_context(writing_request_log(settings.server.request_log, settings.log_max_bytes))
         traces = resources.enter_context(exporting_traces(settings.server.otlp_endpoint))
         monitor = UsageMonitor()
         monitor.start()
@@ -208,6 +218,15 @@ async def open_runtime(
             needed = await on_device(device, partial(_needed_kernels, settings, model, start, has_task))
             await asyncio.to_thread(prepare_kernels, needed, target(), partial(_tell_kernels, tell))
         engine = await _start_engine(parts.engine, settings.engine, device, model, adapters, streams)
+        predictor = Predictor(
+            device,
+            streams,
+            model,
+            adapters,
+            encoder,
+            max_context=engine.max_context,
+            max_waiting=settings.engine.max_waiting,
+        )
         trained = settings.policies if settings.is_training else ()
         kept = open_table(
             settings.server, settings.folder, device, model, adapters, trained=trained, continues=settings.keeps_state
@@ -235,9 +254,11 @@ async def open_runtime(
             engine=engine,
             encoder=encoder,
             actor=actor,
+            predictor=predictor,
             start=start,
             kept=kept,
             store=store,
+            base_folder=folder,
             host=host,
             sampling_defaults=defaults,
             report=DeviceReport(device.governor, monitor),
@@ -256,20 +277,21 @@ async def open_application(
     sample_stores: Mapping[str, CompletionListener] | None = None,
     reward_models: Mapping[str, RewardModel] | None = None,
     jobs: Jobs | None = None,
+    pool: Pool | None = None,
 ) -> AsyncIterator[Application]:
     """Answer requests until the end, over HTTP if `listener` is bound; clients that connect before wait.
 
     `training` is clients' control of the trainers. The other parts are by policy: where clients' trajectories go, what
     records sampled completions, and the reward models of rollouts.
     """
-    settings, defaults = runtime.settings, dict(runtime.sampling_defaults)
-    max_tokens = int(defaults.pop("max_new_tokens", settings.server.default_max_tokens))
+    settings = runtime.settings
+    server_settings, defaults = with_max_tokens(settings.server, runtime.sampling_defaults)
     service = Service(
         engine=runtime.engine,
         tokenizer=runtime.model.tokenizer,
         catalog=runtime.adapters.cards,
         status=status,
-        settings=dataclasses.replace(settings.server, default_max_tokens=max_tokens),
+        settings=server_settings,
         sampling_defaults=defaults,
         base_name=settings.model.path,
         policies=runtime.adapters.policies,
@@ -284,19 +306,42 @@ async def open_application(
         reward_models=partial(_rates, runtime.settings.server.reward_model is not None, reward_models or {}),
         encoder=runtime.encoder,
         actor=runtime.actor,
+        predictor=runtime.predictor,
         replica=runtime.host,
         jobs=jobs,
+        models=pool,
     )
-    app = create_app(service)
+    if settings.server.ollama:
+        service.base = await asyncio.to_thread(_own_base, runtime)
+    app = create_app(service, pool)
     server = None if listener.bound is None else HttpServer(app, listener.bound, settings.server)
     with _frozen_heap():
         try:
             if server is not None:
                 await server.start()
-            yield Application(app=app, server=server)
+            yield Application(app=app, server=server, pool=pool)
         finally:
             if server is not None:
                 await server.stop()
+
+
+def with_max_tokens(settings: ServerSettings, defaults: Mapping[str, float]) -> tuple[ServerSettings, dict[str, float]]:
+    """Return the settings of a service with the most tokens of an answer, and the other sampling defaults."""
+    others = dict(defaults)
+    max_tokens = int(others.pop("max_new_tokens", settings.default_max_tokens))
+    return dataclasses.replace(settings, default_max_tokens=max_tokens), others
+
+
+def _own_base(runtime: Runtime) -> OwnBase:
+    """Describe the base. Raises ModelError."""
+    model, folder = runtime.model, runtime.base_folder
+    described = describe(runtime.settings.model.path, folder, digest_of(folder))
+    level = described.quantization or DTYPES[model.dtype]
+    return OwnBase(
+        model=dataclasses.replace(described, quantization=level),
+        num_bytes=model.base_bytes,
+        is_on_accelerator=mx.default_device() != mx.cpu,
+    )
 
 
 def header_of(name: str, model: ModelSettings, blas: BlasReport, url: str | None) -> RunHeader:

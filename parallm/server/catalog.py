@@ -28,6 +28,17 @@ class ServedModels(Protocol):
     def base_name(self) -> str: ...
 
 
+def model_names(models: ServedModels) -> list[str]:
+    """Return the policies, the base, other adapters (the version that is served), aliases, and every version.
+
+    Policies come first because many clients take the first model of the list.
+    """
+    cards = models.catalog()
+    names = {card.name for card in cards} | {alias for card in cards for alias in card.aliases}
+    versions = [versioned(card.name, card.version) for card in cards]
+    return [*models.policies, BASE, *sorted(names - set(models.policies)), *versions]
+
+
 def card_of(model: str, cards: Sequence[AdapterCard]) -> AdapterCard | None:
     """Return the card of the served version of an adapter, of an exact version or of an alias."""
     name = plain(model)
@@ -51,18 +62,27 @@ def resolved(name: str, cards: Sequence[AdapterCard], policies: Sequence[str]) -
     return versioned(adapter, 0) if adapter in policies else name
 
 
-def resolved_to(name: str, version: int | None, cards: Sequence[AdapterCard]) -> str:
-    """Return `name@version` for a request for `name` that `version` answered, although newer versions may exist."""
+def resolved_to(
+    name: str, version: int | None, cards: Sequence[AdapterCard], policies: Sequence[str] | None = None
+) -> str:
+    """Return `name@version` for a request for `name` that `version` answered, although newer versions may exist.
+
+    With `policies`, another name that the base has answered is one of the base's own.
+    """
     if name == BASE or version is None:
         return name
     adapter = latest_of(plain(name)) or plain(name)
+    if version == 0 and policies is not None and adapter.partition("@")[0] not in policies:
+        return name
     is_alias = any(adapter in card.aliases for card in cards)
     return versioned(POLICY if is_alias and "@" not in adapter else adapter.partition("@")[0], version)
 
 
-def answered_by(name: str, completion: Completion, cards: Sequence[AdapterCard]) -> str:
-    """Return `name@version` for a request for `name` that ended with `completion`."""
-    return resolved_to(name, version_of(completion), cards)
+def answered_by(
+    name: str, completion: Completion, cards: Sequence[AdapterCard], policies: Sequence[str] | None = None
+) -> str:
+    """Return `name@version` for a request for `name` that ended with `completion`; see `resolved_to`."""
+    return resolved_to(name, version_of(completion), cards, policies)
 
 
 def version_of(completion: Completion) -> int | None:

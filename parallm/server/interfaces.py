@@ -79,6 +79,10 @@ class OutputFormat(Protocol):
         """All texts that begin or end a section."""
 
     @property
+    def reasoning_marks(self) -> tuple[str, str] | None:
+        """Marks before and after reasoning; None if the model has none."""
+
+    @property
     def tool_marks(self) -> tuple[str, str] | None:
         """Marks before and after a tool call; None if the model's notation is unknown."""
 
@@ -94,6 +98,10 @@ class Tokenizer(Protocol):
     @property
     def template_variables(self) -> frozenset[str]:
         """Variables of the chat template that a client may set."""
+
+    @property
+    def template_source(self) -> str:
+        """The chat template, that for calls of tools if there are several; empty without one."""
 
     @property
     def end_token(self) -> int:
@@ -226,6 +234,13 @@ class TensorModels(Protocol):
 
     async def predict(self, model: str, inputs: Arrays, outputs: Sequence[str]) -> Arrays:
         """Return these outputs. Raises UnknownModel, Unavailable, InvalidRequest, EngineFull, NotFinite."""
+
+
+class Predictor(TensorModels, Protocol):
+    """Interface of `tasks.predictor.Predictor`: arrays through the language model."""
+
+    async def prepare(self) -> None:
+        """Learn the sizes of signatures. Called before them."""
 
 
 class Actor(TensorModels, Protocol):

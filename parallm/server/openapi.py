@@ -18,6 +18,7 @@ from parallm.jobs.records import Batch, FileObject, FineTuningJob
 from parallm.server.control import replica_schemas as replicas
 from parallm.server.control import routes_adapters as adapters
 from parallm.server.control import routes_engine as engine
+from parallm.server.control import routes_models as models
 from parallm.server.control import routes_splits as splits
 from parallm.server.control import routes_training as training
 from parallm.server.control import routes_trajectories as trajectories
@@ -25,6 +26,9 @@ from parallm.server.dialects import kserve, native, sglang, tei, trl, vllm
 from parallm.server.dialects import routes_identity as identity
 from parallm.server.dialects import routes_tokenize as tokenize
 from parallm.server.jobs import schemas as jobs
+from parallm.server.ollama import cards as ollama_cards
+from parallm.server.ollama import routes_models as ollama_models
+from parallm.server.ollama import schemas as ollama
 from parallm.server.openai.chat_schemas import ChatAnswer, ChatBody
 from parallm.server.openai.completion_schemas import CompletionAnswer, CompletionBody
 from parallm.server.openai.responses_schemas import ResponseAnswer, ResponseBody
@@ -39,7 +43,8 @@ from parallm.server.tasks import routes_rewards as rewards
 from parallm.server.tasks import routes_rl as rl
 
 DESCRIPTION = """A language model that is served while it learns. Fields are honoured or refused by name, never ignored.
-Every error has the form of `ErrorAnswer`; `/generate` has those of the dialect that asks.
+Every error has the form of `ErrorAnswer`; `/generate` has those of the dialect that asks, and those of Ollama's routes
+are `{"error": "text"}`.
 
 **Models.** `base`, `policy` (the version that is served), `policy@12`, `latest`, and aliases such as `best`; of another
 adapter `poet`, `poet@3`, `poet@best`. `GET /v1/models` has them all. `model` in an answer is the exact version, and
@@ -100,8 +105,11 @@ class Row:
     """Statuses beside those that follow from the role and the body."""
     events: str = "events `data: JSON`, the last one `data: [DONE]`"
     """Form of a stream, for a body that can ask for one."""
+    stream_type: str = "text/event-stream"
+    """Media type of a stream."""
 
 
+LINES = "lines of JSON, the last one with `done: true`"
 MESSAGES = [{"role": "user", "content": "2 + 3?"}]
 CHAT = {"model": "policy", "messages": MESSAGES}
 TEXT = {"model": "policy", "prompt": "2 + 3 ="}
@@ -264,6 +272,15 @@ _DOCUMENTS: Mapping[str, Row] = {
     "POST /model/switch-lora": Row(
         (adapters.SwitchBody,), (adapters.NameMeans,), VERSION, {"the policy, by a word": {"version": "checkpoint-3"}}
     ),
+    "GET /v1/models/loaded": Row((), (models.LoadedModelList,)),
+    "POST /v1/models/load": Row((models.ModelLoadBody,), (Done,), {"model": "qwen/qwen3:latest", "keep_alive": "5m"}),
+    "POST /v1/models/unload": Row((models.ModelNameBody,), (Done,), {"model": "qwen/qwen3:latest"}),
+    "POST /v1/models/scan": Row((), (models.ModelNameList,)),
+    "POST /v1/models/copy": Row((models.ModelCopyBody,), (Done,), {"source": "qwen/qwen3", "destination": "chat"}),
+    "POST /v1/models/create": Row(
+        (models.ModelCreateBody,), (Done,), {"model": "poet", "source": "qwen/qwen3", "system": "Answer in rhymes."}
+    ),
+    "DELETE /v1/models/{name}": Row((), (Done,)),
     "PUT /v1/splits/{name}": Row(
         (splits.SplitBody,), (splits.SplitAnswer,), {"weights": {"policy@11": 9, "policy@12": 1}}
     ),
@@ -444,6 +461,44 @@ _DOCUMENTS: Mapping[str, Row] = {
     "GET /model_info, GET /get_model_info": Row((), (identity.ModelInfo,)),
     "GET /health_generate": Row((), (Done,)),
     ", ".join(f"POST {path}" for path in identity.ABSENT_PATHS): Row(),
+    "GET /, HEAD /": Row(media_type="text/plain"),
+    "GET /api/version, HEAD /api/version": Row((), (ollama_models.VersionAnswer,)),
+    "GET /api/tags, HEAD /api/tags": Row((), (ollama_cards.ModelTags,)),
+    "GET /api/ps": Row((), (ollama_cards.LoadedModels,)),
+    "GET /api/status": Row((), (ollama_models.CloudStatus,)),
+    "POST /api/show": Row((ollama_models.ShowBody,), (ollama_cards.ModelPage,), {"model": "policy:latest"}),
+    "POST /api/generate": Row(
+        (ollama.OllamaGenerateBody,),
+        (ollama.OllamaGenerateAnswer,),
+        {"model": "policy", "prompt": "2 + 3?", "options": {"num_predict": 8, "temperature": 0}},
+        {
+            "the model is loaded": {"model": "policy"},
+            "a raw prompt": {"model": "policy", "prompt": "2 + 3 =", "raw": True, "stream": False},
+        },
+        events=LINES,
+        stream_type="application/x-ndjson",
+    ),
+    "POST /api/chat": Row(
+        (ollama.OllamaChatBody,),
+        (ollama.OllamaChatAnswer,),
+        {"model": "policy:latest", "messages": MESSAGES, "think": False},
+        {
+            "JSON of a schema": {"model": "policy", "messages": MESSAGES, "format": SUM_SCHEMA, "keep_alive": "5m"},
+            "functions": {"model": "policy", "messages": MESSAGES, "tools": [ADD], "stream": False},
+        },
+        events=LINES,
+        stream_type="application/x-ndjson",
+    ),
+    "POST /api/embed": Row(
+        (ollama.OllamaEmbedBody,),
+        (ollama.OllamaEmbedAnswer,),
+        {"model": "base", "input": ["2 + 3", "a sum"]},
+        {"shorter vectors": {"model": "base", "input": "2 + 3", "dimensions": 1}},
+    ),
+    "POST /api/embeddings": Row(
+        (ollama.OllamaEmbeddingsBody,), (ollama.OllamaEmbeddingsAnswer,), {"model": "base", "prompt": "2 + 3"}
+    ),
+    ", ".join(f"POST {path}" for path in ollama_models.CLOUD_PATHS): Row(),
 }
 DOCUMENTS = {row: document for rows, document in _DOCUMENTS.items() for row in rows.split(", ")}
 """The document of each route."""
@@ -528,7 +583,7 @@ def _answer_content(document: Row) -> dict[str, Any]:
     content: dict[str, Any] = {JSON: {"schema": _any_of(document.answers), **example}}
     if any("stream" in body.model_fields for body in document.bodies):
         events = {"type": "string", "description": f"With `stream`: {document.events}."}
-        content["text/event-stream"] = {"schema": events}
+        content[document.stream_type] = {"schema": events}
     return content
 
 

@@ -24,7 +24,7 @@ NEED_AN_ANSWER = (
     "POST /v1/rewards",
     "POST /v1/rewards/score",
     "POST /v1/trajectories/{trajectory_id}/reward",
-    *(f"POST {path}" for path in (*TASK_PATHS, *RL_PATHS)),
+    *(f"POST {path}" for path in (*TASK_PATHS, *RL_PATHS, "/api/embed", "/api/embeddings")),
 )
 
 

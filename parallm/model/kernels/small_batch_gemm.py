@@ -19,6 +19,9 @@ from parallm.model.kernels.cuda import architecture, has_kernels, kernel
 from parallm.model.kernels.segmented_lora import GroupWeights
 
 MIN_ROWS, MAX_ROWS = 2, 64  # MLX has a kernel of its own for one row, and is faster with many
+MAX_ROWS_OF_SMALL = 64
+"""The same for weights that take less time than their launch. 128 has been measured nowhere."""
+SMALL = 1 << 24  # values of weights that count as small
 MAX_VERSIONS = 16  # of which A is multiplied by, whether a row uses it or not
 MIN_INPUTS = 32  # that a warp multiplies at once: inputs are a multiple of it
 OUTPUTS_OF_WARP = 16
@@ -74,7 +77,7 @@ def fits_weight(x_BTI: mx.array, weight_OI: mx.array) -> bool:
         return False
     rows, (outputs, inputs) = x_BTI.shape[0] * x_BTI.shape[1], weight_OI.shape
     return (
-        MIN_ROWS <= rows <= MAX_ROWS
+        MIN_ROWS <= rows <= (MAX_ROWS_OF_SMALL if weight_OI.size < SMALL else MAX_ROWS)
         and x_BTI.dtype == weight_OI.dtype
         and x_BTI.dtype in (mx.bfloat16, mx.float16)
         and inputs % MIN_INPUTS == 0

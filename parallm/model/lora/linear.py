@@ -17,7 +17,7 @@ from typing import Protocol
 import mlx.core as mx
 import mlx.nn as nn
 
-from parallm.model.kernels import quantized_gemm
+from parallm.model.kernels import add_norm, quantized_gemm
 from parallm.model.kernels.cuda import VECTOR_BYTES
 from parallm.model.kernels.decode_attention import columns_of
 from parallm.model.kernels.segmented_lora import GroupOutput, GroupWeights, ShrinkOutput, shrink
@@ -157,21 +157,23 @@ class MergedLinear:
         output = GroupOutput(y_SBTO, x.dtype, self._widths, shrunk)
         if y is None or shrunk is not None:
             if len(self.targets) == 1:
-                return [FusedAdd(output.split()[0], output.added_to, y_SBTO if shrunk is None else None)]
+                parts = y_SBTO if shrunk is None or add_norm.TAKES_LORA else None
+                return [FusedAdd(output.split()[0], output.added_to, parts, shrunk)]
             return self._halves(output.split(), output.gated)
         if len(self.targets) == 1:
             return [FusedAdd(y, partial(operator.add, y), y_SBTO)] if x.shape[1] == 1 else [y]
         # readers of one token a row find their columns; of more tokens each would copy its own
-        parts = output.split() if x.shape[1] > 1 else columns_of(y, self._widths)
-        return self._halves(parts, partial(self._gated, x, y))
+        own = output.split() if x.shape[1] > 1 else columns_of(y, self._widths)
+        return self._halves(own, partial(self._gated, x, y))
 
     def _gated(self, x: mx.array, y: mx.array) -> mx.array:
-        """SwiGLU of the base's outputs `y`, for few rows in the product itself."""
+        """SwiGLU of the base's outputs `y`, for few rows in the product itself. Nothing is differentiated: what trains
+        takes `_trained`."""
         if fits(x, self._joined):
             return mx.squeeze(small_batch_gemm(x, self._joined, None, is_whole=True, is_gated=True)[0], 0)
         if quantized_gemm.fits(x, self._joined):
             return mx.squeeze(quantized_gemm.quantized_gemm(x, self._joined, is_whole=True, is_gated=True), 0)
-        return swiglu_of_halves(y)
+        return swiglu_of_halves(y, has_gradient=False)
 
     def _product(self, x: mx.array, weights: GroupWeights | None) -> tuple[mx.array | None, mx.array, mx.array | None]:
         """The base's outputs (B, T, O), if they are whole, and as parts (S, B, T, O); the result of `shrink`, if it is

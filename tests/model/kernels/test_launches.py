@@ -158,6 +158,7 @@ def swiglu(dtype: mx.Dtype) -> None:
     x = mx.zeros((4, 64), dtype)
     mx.vjp(fused_swiglu, [x, x], [x])
     mx.vjp(swiglu_of_halves, [x], [x[:, :32]])
+    swiglu_of_halves(x[:, None], has_gradient=False)
 
 
 def score(dtype: mx.Dtype, entropy: mx.array | None) -> None:
@@ -216,6 +217,10 @@ def normalize(dtype: mx.Dtype, *, size: int, splits: int) -> None:
     parts, stream = mx.zeros((splits, 5, 1, size), half if splits == 1 else mx.float32), mx.zeros((5, 1, size), half)
     assert add_norm.fits(parts, stream)
     add_norm.add_norm(parts, stream, mx.ones(size, half), 1e-5)
+    versions = random_versions(64, [size], [16], 2, half)
+    order_B2, hidden_PBTK = order_rows([0, 1, 0, 1, -1], 2), mx.zeros((2, 5, 1, 32))
+    lora = ShrinkOutput(weights=versions.weights, order_B2=order_B2, hidden_PBTK=hidden_PBTK)
+    add_norm.add_norm(parts, stream, mx.ones(size, half), 1e-5, lora)
 
 
 def copy(dtype: mx.Dtype) -> None:
