@@ -209,6 +209,20 @@ give(
     {"engine.soak.traces_over_buckets": Bar(max=1)},
     zero("engine.soak.lost", "engine.soak.leaked_kv_bytes", "engine.soak.failed_besides"),
 )
+give(
+    "models",
+    "interop/models",
+    10,
+    {"jobs.accuracy_before": Bar(), "jobs.accuracy_gain": Bar(min=0.3), "jobs.control_gain": Bar(min=-0.1, max=0.1)},
+    {"models.clients_passed": Bar(min=7), "models.clients_total": Bar(min=7)},
+)
+give(
+    "job_kills",
+    "robustness/test_job_kills.py",
+    6,
+    {"jobs.kills": Bar(min=20), "jobs.control_lost": Bar(min=1), "jobs.control_twice": Bar(min=1)},
+    zero("jobs.lost", "jobs.twice"),
+)
 CLIENTS = {"clients.passed": Bar(), "clients.total": Bar(min=157), "tasks.clients_passed": Bar(min=8)}
 give("clients", "interop/clients/test_clients.py", 5, CLIENTS, zero("clients.failed"))
 give(
