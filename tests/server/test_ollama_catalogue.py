@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from parallm.server.ollama.blobs import SECONDS_TO_CREATE, sweep
 from parallm.server.ollama.pull import Progress, Pulls, hub_id_of
 from parallm.server.settings import ServerSettings
 from tests.registry.folders import write_folder
-from tests.server.conftest import CharacterTokenizer, EchoEngine, card, make_app, send_to
+from tests.server.conftest import BASE_MODEL, CharacterTokenizer, EchoEngine, card, make_app, send_to
 
 Call = Callable[..., httpx.Response]
 
@@ -123,6 +124,18 @@ def test_a_modelfile_of_a_name_makes_it_again(call: Call) -> None:
     assert statuses(create(call, model="twin", modelfile=page["modelfile"]))[-1] == "success"
     twin = call("POST", "/api/show", json={"model": "twin"}).json()
     assert (twin["system"], twin["parameters"]) == (page["system"], page["parameters"])
+
+
+def test_the_process_s_own_base_may_be_named_again(models: CatalogueModels, tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "elsewhere")
+    base = replace(BASE_MODEL, model=replace(BASE_MODEL.model, folder=str(folder)))
+    app = make_app(EchoEngine(), CharacterTokenizer(), models=models, base=base, settings=ServerSettings(ollama=True))
+    own = partial(send_to, app)
+    assert statuses(create(own, **{"from": "base:latest"}, system="S"))[-1] == "success"
+    assert own("POST", "/api/show", json={"model": "poet"}).json()["details"]["format"] == "safetensors"
+    own("DELETE", "/api/delete", json={"model": "poet"})
+    assert list((models.folder / "models").iterdir()) == []
+    assert (folder / "config.json").is_file()
 
 
 def test_a_model_is_made_of_files(call: Call, models: CatalogueModels, tmp_path: Path) -> None:

@@ -85,6 +85,24 @@ def link_blobs(folder: Path, kind: str, files: Mapping[str, str]) -> Path:
     return made
 
 
+def link_model(folder: Path, model: Path) -> Path:
+    """Return a new folder with links to the files of a model anywhere on this disk, or to its one file.
+
+    Raises NotStored.
+    """
+    made = folder / MODELS / uuid.uuid4().hex
+    hidden = made.with_name(f".{made.name}")
+    try:
+        hidden.mkdir(parents=True)
+        for path in [model] if model.is_file() else model.iterdir():
+            (hidden / path.name).symlink_to(path.resolve())
+        hidden.rename(made)
+    except OSError as error:
+        shutil.rmtree(hidden, ignore_errors=True)
+        raise NotStored(f"the model's folder cannot be written: {error}; nothing is") from error
+    return made / model.name if model.is_file() else made
+
+
 def sweep(folder: Path, adapters: Collection[str]) -> None:
     """Remove blobs that no folder has any more, and folders of adapters beside those given."""
     for path in (folder / ADAPTERS).glob("*"):

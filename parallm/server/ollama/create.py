@@ -14,7 +14,7 @@ from parallm.errors import InvalidRequest, ParallmError, UnknownModel
 from parallm.registry.records import Overlay
 from parallm.server.catalog import model_names
 from parallm.server.interfaces import Models
-from parallm.server.ollama.blobs import ADAPTERS, MODELS, link_blobs
+from parallm.server.ollama.blobs import ADAPTERS, MODELS, link_blobs, link_model
 from parallm.server.ollama.cards import own_base
 from parallm.server.ollama.modelfile import read_modelfile
 from parallm.server.ollama.names import own_name
@@ -82,8 +82,10 @@ async def create(service: Service, models: Models, name: str, body: OllamaCreate
             made.append(await asyncio.to_thread(link_blobs, models.folder, MODELS, body.files))
             source = str(made[-1] / _gguf_file(body.files))
         elif body.source:
-            is_base = own_name(service, body.source) == BASE
-            source = own_base(service).model.folder if is_base else body.source
+            source = body.source
+            if own_name(service, source) == BASE:
+                made.append(await asyncio.to_thread(link_model, models.folder, Path(own_base(service).model.folder)))
+                source = str(made[-1])
         else:
             raise InvalidRequest("neither 'from' or 'files' was specified", "from")
         if body.adapters:
@@ -96,8 +98,8 @@ async def create(service: Service, models: Models, name: str, body: OllamaCreate
         yield Progress(status="writing manifest")
         await models.create(name, source, None if overlay == Overlay() else overlay)
     except (ParallmError, asyncio.CancelledError, GeneratorExit):
-        for folder in made:
-            await asyncio.shield(asyncio.to_thread(rmtree, folder, True))
+        for path in made:
+            await asyncio.shield(asyncio.to_thread(rmtree, path if path.is_dir() else path.parent, True))
         raise
     yield Progress(status="success")
 

@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from typing import Any
 
-import httpx
 from huggingface_hub import HfApi, hf_hub_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
+from huggingface_hub.errors import HFValidationError, HTTPError  # type: ignore[attr-defined]  # of its HTTP client
 from tqdm import tqdm
 
 from parallm.errors import Unavailable
@@ -126,9 +125,7 @@ def fetch_model(hub_id: str, download: _Download) -> None:
             file.completed = file.total
     except _GivenUp:
         return
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
-        raise _not_pulled(hub_id, error) from error
-    except (httpx.HTTPError, OSError) as error:
+    except (HFValidationError, HTTPError, OSError) as error:  # the hub's errors are some of these
         raise _not_pulled(hub_id, error) from error
 
 
