@@ -80,7 +80,7 @@ def digest_of(folder: Path) -> str:
 def describe(source: str, folder: Path, digest: str) -> Model:
     """Read what a model is. The number is 0. Raises ModelError for files that cannot be read."""
     if is_gguf(folder):
-        return _describe_gguf(source, folder, digest)
+        return describe_gguf(source, folder)
     try:
         config = json.loads((folder / CONFIG).read_text())
         tensors = tensor_headers(folder)
@@ -107,9 +107,10 @@ def describe(source: str, folder: Path, digest: str) -> Model:
     )
 
 
-def _describe_gguf(source: str, path: Path, digest: str) -> Model:
-    facts = read_facts(path)
-    found = path.stat()
+def describe_gguf(source: str, path: Path) -> Model:
+    """Read what a GGUF file is, from its header. The number is 0. Raises ModelError for one that cannot be loaded."""
+    facts, found = read_facts(path), path.stat()
+    capabilities = [] if facts.architecture in ENCODERS else ["completion", *_abilities(facts.chat_template or "")]
     return Model(
         id=0,
         source=source,
@@ -122,8 +123,8 @@ def _describe_gguf(source: str, path: Path, digest: str) -> Model:
         hidden=facts.hidden,
         vocabulary=facts.vocabulary,
         num_bytes=found.st_size,
-        digest=digest,
-        capabilities=tuple(_written(facts.chat_template or "")) if facts.pooling is None else ("embedding",),
+        digest=digest_of(path),
+        capabilities=(*capabilities, *(["embedding"] if facts.pooling else [])),
         license=facts.license,
         modified_at=found.st_mtime,
     )
@@ -196,7 +197,8 @@ def _bits(config: Mapping[str, Any]) -> int | None:
 
 def _capabilities(folder: Path, config: Mapping[str, Any], names: frozenset[str]) -> Iterator[str]:
     if config.get("model_type") not in ENCODERS and writes_text(config, names):
-        yield from _written(chat_template(folder))
+        yield "completion"
+        yield from _abilities(chat_template(folder))
     try:
         spec = read_task_spec(folder)
     except ModelError:
@@ -205,9 +207,7 @@ def _capabilities(folder: Path, config: Mapping[str, Any], names: frozenset[str]
         yield TASKS[spec.task]
 
 
-def _written(template: str) -> Iterator[str]:
-    """What a model does that writes text by this chat template."""
-    yield "completion"
+def _abilities(template: str) -> Iterator[str]:
     if re.search(r"\btools\b", template):
         yield "tools"
     if re.search(r"<think>|\benable_thinking\b|\breasoning_content\b", template):
@@ -215,7 +215,7 @@ def _written(template: str) -> Iterator[str]:
 
 
 def chat_template(folder: Path) -> str:
-    """The chat template as text; several ones one after the other. Raises ModelError."""
+    """The chat template of a folder or a GGUF file as text; several ones one after the other."""
     if is_gguf(folder):
         return read_facts(folder).chat_template or ""
     file = folder / "chat_template.jinja"
