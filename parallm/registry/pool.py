@@ -77,7 +77,7 @@ class OwnModel:
     """The process's own model, which is always in memory."""
 
     folders: tuple[Path, ...]
-    """Where its files are, resolved."""
+    """Folders or files that it is read from, resolved."""
     user: str
     """What keeps it there, such as `run NAME, which trains on it`."""
     call: Callable[[str], None]
