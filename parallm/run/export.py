@@ -3,7 +3,9 @@
 import os
 import shutil
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 
@@ -17,8 +19,10 @@ from parallm.model.adapters.files import base_of, read_adapter, write_mlx, write
 from parallm.model.adapters.fuse import Quantization, fuse, model_bytes, write_model
 from parallm.model.adapters.module_names import modules_of
 from parallm.model.adapters.reward_head import refuse_head
+from parallm.model.chat.end_token import end_texts_with
 from parallm.model.load import check_local, find_folder, load_base, read_model_type
 from parallm.model.task_spec import write_task_spec
+from parallm.types import TaskSpec
 
 FOLDERS = {"mlx": "adapter", "peft": "adapter_peft", "fused": "fused"}
 TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt")
@@ -98,15 +102,22 @@ def _write(config: ExportConfig, adapter: Adapter, named: Path, folder: Path) ->
         if task is not None:
             for path in (path for pattern in TOKENIZER_FILES for path in source.glob(pattern)):
                 shutil.copyfile(path, folder / FOLDERS["peft"] / path.name)
-            write_task_spec(task, folder / FOLDERS["peft"], base_config)
+            _write_task(task, folder / FOLDERS["peft"], base_config)
         descriptions[FOLDERS["peft"]] = "adapter for PEFT, PeftModel.from_pretrained"
     if "fused" in config.formats:
         write_model(base, fused_config, source, folder / FOLDERS["fused"])
         if task is not None:
-            write_task_spec(task, folder / FOLDERS["fused"], base_config)
+            _write_task(task, folder / FOLDERS["fused"], base_config)
         quantized = "" if bits is None else f", {bits} bits"
         descriptions[FOLDERS["fused"]] = f"whole model, {fused_bytes / 1e6:,.1f} MB{quantized}"
     return descriptions
+
+
+def _write_task(task: TaskSpec, folder: Path, base_config: Mapping[str, Any]) -> None:
+    """Say in the files of `folder`, its tokenizer among them, what other programs should make of texts."""
+    write_task_spec(task, folder, base_config)
+    if task.end_token is not None:
+        end_texts_with(folder, task.end_token)
 
 
 def _check_space(folder: Path, num_bytes: int) -> None:
