@@ -42,8 +42,20 @@ class UnknownTrajectory(NotFound):
     """No trajectory of that id waits for a reward."""
 
 
+class UnknownObject(NotFound):
+    """No file, batch or job of that id, or none of this client."""
+
+
+class FileTooLarge(InvalidRequest):
+    """A file beyond the size that the server stores."""
+
+
 class EngineFull(ParallmError):
     """The request queue is at its bound; try again later."""
+
+
+class NoMemory(ParallmError):
+    """Other models need the memory that this one would take; try again later."""
 
 
 class EngineStopped(ParallmError):

@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any, TypeVar
 
 logger = logging.getLogger(__name__)
@@ -13,6 +14,7 @@ INTERRUPTED = 130
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SHOW_CURSOR = "\x1b[?25h"
 STANDARD_OUTPUT = 1
+TERMINAL = "/dev/tty"
 
 Result = TypeVar("Result")
 
@@ -32,16 +34,30 @@ def stop_on_signals(stop: Callable[[], None], what: str) -> None:
         loop.add_signal_handler(number, on_signal)
 
 
+def outlive_hang_up() -> None:
+    """Let SIGHUP do nothing in a process without a terminal, where a supervisor sends it after it has moved logs.
+
+    Log files notice that by themselves. With a terminal it still means that this is gone.
+    """
+    with suppress(OSError):
+        os.close(os.open(TERMINAL, os.O_RDONLY))
+        return
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
 def were_received() -> bool:
     """Whether a signal has asked this process to stop."""
     return any(signal.getsignal(number) is _leave_now for number in SIGNALS)
 
 
-async def until_signal() -> None:
-    """Wait for the first signal."""
+async def until_signal(work: Coroutine[Any, Any, Result] | None = None) -> Result | None:
+    """Wait for the first signal; or for `work`, if that ends first, and return its result."""
     over = asyncio.Event()
     stop_on_signals(over.set, "finishing the answers under way, then leaving")
+    if work is not None:
+        return await unless(over, work)
     await over.wait()
+    return None
 
 
 async def unless(over: asyncio.Event, work: Coroutine[Any, Any, Result]) -> Result | None:

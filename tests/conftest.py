@@ -1,6 +1,7 @@
 """What all tests share: a BLAS that is loaded before MLX, and small models with random weights in real folders."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from functools import cache, partial
@@ -12,6 +13,7 @@ import pytest
 from parallm.device.blas import load_blas, set_blas_threads
 from parallm.device.settings import DeviceSettings
 
+os.environ["PARALLM_CONFIG"] = "off"  # no test reads the user's configuration file
 BLAS = load_blas(DeviceSettings())
 set_blas_threads(BLAS, 1)  # what the streams do, too: several threads on few, busy cores wait for each other
 

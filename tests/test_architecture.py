@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
-from parallm.config.schema import RunConfig, shipped
+from parallm.config.schema import RunConfig, ServeConfig, shipped
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "parallm"
@@ -18,16 +18,28 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 # From the bottom up. A part imports only from rows below its own, so parts of one row never import each other.
 LAYERS: tuple[set[str], ...] = (
     {"conversation"},
-    {"types", "reports", "errors", "settings", "seeds", "interrupts", "json_log"},
+    {
+        "types",
+        "reports",
+        "errors",
+        "settings",
+        "seeds",
+        "interrupts",
+        "json_log",
+        "log_files",
+        "user_folders",
+        "tensors",
+    },
     {"metrics", "device", "client"},
     {"model"},
-    {"engine", "learner", "environment", "checkpoint"},
-    {"rollout", "tasks"},
+    {"engine", "learner", "environment", "checkpoint", "registry"},
+    {"rollout", "tasks", "jobs"},
     {"trainer", "server"},
     {"integrations", "distributed"},
     {"config"},
     {"run"},
-    {"train", "serve", "evaluate", "export", "front", "library", "__main__"},
+    {"train", "serve", "evaluate", "export", "front", "library", "cli"},
+    {"__main__"},
 )
 LAYER_OF = {part: layer for layer, parts in enumerate(LAYERS) for part in parts}
 
@@ -42,6 +54,8 @@ REASONS = {
     "front.py": "entry point",
     "client/hatch_build.py": "builds the wheel of the client",
     "run/front.py": "the wiring of a command",
+    "cli/configuration.py": "a command of the program",
+    "log_files.py": "a handler with a life of its own",
     "integrations/atropos/environment_host.py": "runs in the process of an environment",
 }
 
@@ -134,7 +148,17 @@ def test_a_docstring_begins_with_its_subject_or_verb() -> None:
 def test_groups_fields_and_parts_have_the_same_names() -> None:
     groups = {path.name for path in shipped("conf").iterdir() if path.is_dir()}
     parts = {path.parent.name for path in PACKAGE.glob("*/settings.py")}
-    names = {field.name for field in fields(RunConfig)} - {"name", "seed", "log_level", "log_format", "policies"}
+    keys = {field.name for kind in (RunConfig, ServeConfig) for field in fields(kind)}
+    names = keys - {
+        "name",
+        "seed",
+        "log_level",
+        "log_format",
+        "log_file",
+        "log_max_bytes",
+        "idle_exit_seconds",
+        "policies",
+    }
     assert names == parts
     assert groups <= parts
 

@@ -22,9 +22,12 @@ logger = logging.getLogger(__name__)
 class FolderLock:
     """An flock on a file in the folder, not shared with processes that this one forks."""
 
-    def __init__(self, folder: Path) -> None:
-        """Raises FolderInUse with the holder's process id, OSError if the folder cannot be written."""
-        self._file = folder / LOCK
+    def __init__(self, folder: Path, name: str = LOCK) -> None:
+        """`name` is that of the file; `FILE.lock` locks no more than FILE in the folder.
+
+        Raises FolderInUse with the holder's process id, OSError if the folder cannot be written.
+        """
+        self._file = folder / name
         self._descriptor: int | None = _locked(self._file)
         os.register_at_fork(after_in_child=partial(_leave_to_parent, weakref.ref(self)))
 
@@ -73,7 +76,8 @@ def _lock(descriptor: int, file: Path) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         holder = os.read(descriptor, 20).decode(errors="replace").strip()
-        raise FolderInUse(f"{file.parent} is in use by process {holder or 'unknown'}") from error
+        what = file.parent if file.name == LOCK else file.with_suffix("")
+        raise FolderInUse(f"{what} is in use by process {holder or 'unknown'}") from error
     except OSError as error:
         if error.errno not in NO_LOCKS:
             raise

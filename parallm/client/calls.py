@@ -1,6 +1,7 @@
 """A request of the clients as a value, and what its answer becomes. No HTTP happens here."""
 
 import dataclasses
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
@@ -12,6 +13,7 @@ from parallm.types import AdapterCard, FinishReason, WeightSpan
 
 Result = TypeVar("Result")
 Record = TypeVar("Record")
+EVENT, LAST_EVENT = "data: ", "[DONE]"
 
 
 class ApiError(Exception):
@@ -85,11 +87,28 @@ class Call(Generic[Result]):
         if response.is_success:
             return self.read(response.json())
         try:
-            error = response.json()["error"]
-            raise ApiError(response.status_code, error["message"], error.get("code"), error.get("param"))
+            raise _refusal(response.status_code, response.json())
         except (ValueError, KeyError, TypeError):
             # a proxy has answered
             raise ApiError(response.status_code, response.text[:500] or response.reason_phrase) from None
+
+    def event(self, line: str, status: int) -> Result:
+        """Read a line for which `is_event`. Raises ApiError for an error."""
+        value = json.loads(line.removeprefix(EVENT))
+        if isinstance(value, dict) and "error" in value:
+            raise _refusal(status, value)
+        return self.read(value)
+
+
+def is_event(line: str) -> bool:
+    """Whether a line of an answer that streams has an event with content."""
+    return line.startswith(EVENT) and line != EVENT + LAST_EVENT
+
+
+def _refusal(status: int, answer: Any) -> ApiError:
+    """Raises KeyError, TypeError for an answer without an error in it."""
+    error = answer["error"]
+    return ApiError(status, error["message"], error.get("code"), error.get("param"))
 
 
 def read_generated(asked: Mapping[str, Any], values: Mapping[str, Any]) -> Generated:

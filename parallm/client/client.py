@@ -1,7 +1,7 @@
 """`Client`, and `AsyncClient`, whose methods are the same to be awaited."""
 
 import ssl
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from functools import partial, wraps
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, cast, overload
 from urllib.parse import quote
@@ -11,6 +11,7 @@ import httpx
 from parallm.client.calls import (
     Call,
     Generated,
+    is_event,
     read_card,
     read_generated,
     read_record,
@@ -28,6 +29,8 @@ Prompt = str | Sequence[int]
 Reward = float | Mapping[str, float]
 """One number, or parts by name."""
 DEFAULT_SECONDS = 600.0
+UNIX = "unix:"
+"""Beginning of the address of a server on a unix socket: `unix:PATH`."""
 
 
 class Method(Generic[Parameters, Result]):
@@ -46,7 +49,7 @@ def method(make: Callable[Concatenate[Any, Parameters], Call[Result]]) -> Method
 
     @wraps(make)
     def send(client: Any, *arguments: Parameters.args, **options: Parameters.kwargs) -> Any:
-        return client._send(make(client, *arguments, **options))
+        return client.send(make(client, *arguments, **options))
 
     return cast(Method[Parameters, Result], send)
 
@@ -66,8 +69,9 @@ class Requests(Generic[Http]):
         verify: ssl.SSLContext | bool | None = None,
         http: Http | None = None,
     ) -> None:
-        """`base_url` without `/v1`. `verify` is a context of ssl, or False to trust any certificate.
+        """`base_url` without `/v1`, or `unix:PATH` of a unix socket.
 
+        `verify` is a context of ssl, or False to trust any certificate.
         `http` is an HTTP client of your own, with its timeout, certificates and proxies; `api_key` is sent beside its
         headers. Raises ValueError for arguments that contradict it.
         """
@@ -75,9 +79,10 @@ class Requests(Generic[Http]):
         if http is None:
             if not base_url:
                 raise ValueError("base_url is empty; give the server's address, such as http://localhost:8000")
-            self._base_url = base_url.rstrip("/")
+            path = base_url.removeprefix(UNIX) if base_url.startswith(UNIX) else None
+            self._base_url = base_url.rstrip("/") if path is None else "http://localhost"
             self._http: Http = self._new(
-                timeout=DEFAULT_SECONDS if timeout is None else timeout, verify=True if verify is None else verify
+                path, DEFAULT_SECONDS if timeout is None else timeout, True if verify is None else verify
             )
             return
         for name, value in (("timeout", timeout), ("verify", verify)):
@@ -95,8 +100,8 @@ class Requests(Generic[Http]):
         self._base_url = own or base_url.rstrip("/")
         self._http = http
 
-    def _new(self, **options: Any) -> Http:
-        """Make an HTTP client."""
+    def _new(self, path: str | None, timeout: float, verify: ssl.SSLContext | bool) -> Http:
+        """Make an HTTP client, which connects to the unix socket `path` if there is one."""
         raise NotImplementedError
 
     def _request(self, call: Call[Any]) -> dict[str, Any]:
@@ -307,11 +312,27 @@ class Client(Requests[httpx.Client]):
     def close(self) -> None:
         self._http.close()
 
-    def _new(self, **options: Any) -> httpx.Client:
-        return httpx.Client(**options)
+    def _new(self, path: str | None, timeout: float, verify: ssl.SSLContext | bool) -> httpx.Client:
+        if path is None:
+            return httpx.Client(timeout=timeout, verify=verify)
+        return httpx.Client(transport=httpx.HTTPTransport(verify=False, uds=path), timeout=timeout, trust_env=False)
 
-    def _send(self, call: Call[Result]) -> Result:
+    def send(self, call: Call[Result]) -> Result:
+        """Make a request of your own."""
         return call.result(self._http.request(**self._request(call)))
+
+    def events(self, call: Call[Result]) -> Iterator[Result]:
+        """Make a request that is answered by a stream, and yield its events as they come. Leaving the loop ends it.
+
+        Raises ApiError for an error in the stream, too.
+        """
+        with self._http.stream(**self._request(call)) as response:
+            if not response.is_success:
+                response.read()
+                call.result(response)
+            for line in response.iter_lines():
+                if is_event(line):
+                    yield call.event(line, response.status_code)
 
 
 class AsyncClient(Requests[httpx.AsyncClient]):
@@ -324,11 +345,25 @@ class AsyncClient(Requests[httpx.AsyncClient]):
     async def close(self) -> None:
         await self._http.aclose()
 
-    def _new(self, **options: Any) -> httpx.AsyncClient:
-        return httpx.AsyncClient(**options)
+    def _new(self, path: str | None, timeout: float, verify: ssl.SSLContext | bool) -> httpx.AsyncClient:
+        if path is None:
+            return httpx.AsyncClient(timeout=timeout, verify=verify)
+        transport = httpx.AsyncHTTPTransport(verify=False, uds=path)
+        return httpx.AsyncClient(transport=transport, timeout=timeout, trust_env=False)
 
-    async def _send(self, call: Call[Result]) -> Result:
+    async def send(self, call: Call[Result]) -> Result:
+        """Make a request of your own."""
         return call.result(await self._http.request(**self._request(call)))
+
+    async def events(self, call: Call[Result]) -> AsyncIterator[Result]:
+        """As `Client.events`."""
+        async with self._http.stream(**self._request(call)) as response:
+            if not response.is_success:
+                await response.aread()
+                call.result(response)
+            async for line in response.aiter_lines():
+                if is_event(line):
+                    yield call.event(line, response.status_code)
 
 
 def _checked_key(api_key: str) -> str:

@@ -155,14 +155,6 @@ USED_MOST: Mapping[str, Sequence[str]] = {
 RECIPES = "recipe"
 
 
-def overview() -> str:
-    """Return the page with all commands."""
-    lines = ["ParaLLM serves a language model and trains it while it serves.\n"]
-    for name in COMMANDS:
-        lines += [f"  python -m parallm.{name}", *_wrapped(_summary(name), INDENT)]
-    return "\n".join([*lines, "\nEach of them answers to --help, and --version says what is installed.", ""])
-
-
 def help_page(command: str, topics: Sequence[str]) -> str:
     """Return the page about each topic, or about the command. Raises ConfigError for unknown topics."""
     pages = {topic: _page_about(command, topic) for topic in topics} if topics else {"": _command_page(command)}

@@ -7,7 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, TextIO, TypeAlias
 
+from parallm.errors import ConfigError
 from parallm.json_log import JsonFormatter
+from parallm.log_files import LogFile
 from parallm.server.operation.request_context import request_fields
 
 LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
@@ -19,8 +21,12 @@ TERMINAL_LINE, FILE_LINE = "parallm: %(levelname)s: %(message)s", "%(asctime)s %
 
 
 @contextmanager
-def logging_to(path: Path | None, level: LogLevel | None, form: LogForm, *, on_terminal: bool = True) -> Iterator[None]:
+def logging_to(
+    path: Path | None, level: LogLevel | None, form: LogForm, max_bytes: int | None = None, *, on_terminal: bool = True
+) -> Iterator[None]:
     """Write ParaLLM's records to the file from INFO on and to standard error from WARNING on, or both from `level` on.
+
+    Raises ConfigError for a file that cannot be written; one of `max_bytes` is rotated.
 
     `json` writes the same records to both, and the warnings of other packages. A program that has loggers of its own
     sets `on_terminal` to False.
@@ -33,7 +39,10 @@ def logging_to(path: Path | None, level: LogLevel | None, form: LogForm, *, on_t
         handlers.append(_Terminal(logging.NOTSET if is_json else chosen or logging.WARNING))
         handlers[0].setFormatter(logging.Formatter(TERMINAL_LINE))
     if path is not None:
-        handlers.append(logging.FileHandler(path, delay=True))
+        try:
+            handlers.append(LogFile(path, max_bytes))
+        except OSError as error:
+            raise ConfigError(f"the log {path} cannot be written: {error.strerror}; name another file") from error
         handlers[-1].setFormatter(logging.Formatter(FILE_LINE))
     own.setLevel(chosen or logging.INFO)
     if is_json:

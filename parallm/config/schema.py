@@ -22,10 +22,12 @@ from parallm.distributed.settings import DistributedSettings, ServingSettings
 from parallm.engine.settings import EngineSettings
 from parallm.environment.settings import ArithmeticSettings, EnvironmentSettings
 from parallm.errors import ConfigError
+from parallm.jobs.settings import JobSettings
 from parallm.learner.loss.objective import resolve_objective
 from parallm.learner.settings import LearnerSettings
 from parallm.metrics.settings import DisplaySettings, MetricsSettings
 from parallm.model.settings import BaseSettings, ComputedBaseSettings, ModelSettings
+from parallm.registry.settings import RegistrySettings
 from parallm.rollout.settings import EpisodeSettings, RolloutSettings
 from parallm.server.settings import ServerSettings
 from parallm.settings import settings
@@ -52,7 +54,23 @@ class LogConfig:
 
 
 @settings
-class RunConfig(LogConfig):
+class LogFileConfig(LogConfig):
+    """Keys of commands that write log files."""
+
+    log_max_bytes: int | None = Field(default=None, ge=65_536)
+    """Bytes at which a log file becomes FILE.1, beside the two before it; null: it grows until others move it."""
+
+
+@settings
+class ServiceLogConfig(LogFileConfig):
+    """Keys of commands that run for weeks without a run folder."""
+
+    log_file: str | None = None
+    """File that gets the log as run.log of a training run does; null: none."""
+
+
+@settings
+class RunConfig(LogFileConfig):
     """All keys of a training run. One field per part: field here, folder of parallm/, group of conf/."""
 
     name: str = Field(default="run", pattern=NAME_PATTERN)
@@ -81,6 +99,8 @@ class RunConfig(LogConfig):
     """The display, and the files of the run folder."""
     tasks: TaskSettings = TaskSettings()
     """Vectors of texts: how a model that says nothing of it makes them."""
+    registry: RegistrySettings = RegistrySettings()
+    """More models beside `model`, which requests load by name."""
     distributed: DistributedSettings = DistributedSettings()
     """Several processes that train one policy."""
     policies: dict[PolicyName, dict[PolicyPart, dict[str, Any]]] = Field(default_factory=dict)
@@ -88,7 +108,7 @@ class RunConfig(LogConfig):
 
 
 @settings
-class ServeConfig(LogConfig):
+class ServeConfig(ServiceLogConfig):
     """All keys of `parallm.serve`."""
 
     name: str = Field(default="serve", pattern=NAME_PATTERN)
@@ -105,8 +125,14 @@ class ServeConfig(LogConfig):
     """The library behind matrix products on a CPU, and the share of serving."""
     metrics: DisplaySettings = DisplaySettings()
     """The display."""
+    registry: RegistrySettings = RegistrySettings()
+    """More models beside `model`, which requests load by name."""
     distributed: ServingSettings = ServingSettings()
     """Several servers behind one address, and a base that is divided between devices."""
+    idle_exit_seconds: float | None = Field(default=None, gt=0)
+    """Seconds without a request after which the process ends with 0, and its memory is free; null: never."""
+    jobs: JobSettings = JobSettings()
+    """Files, batches and fine-tuning jobs of clients."""
 
 
 @settings
@@ -139,7 +165,8 @@ class EvaluateConfig(LogConfig):
 @settings
 class QuantizeSettings:
     bits: Literal[2, 3, 4, 5, 6, 8] | None = None
-    """Bits of a weight in the fused model; without them it is not quantized, whatever its base is."""
+    """Bits of a weight in the fused model; without them it is not quantized, whatever its base is. 8 in a GGUF file,
+    whose groups are of 32 (Q8_0)."""
     group_size: Literal[32, 64, 128] = 64
     """Weights that share a scale."""
 
@@ -152,8 +179,9 @@ class ExportConfig(LogConfig):
     """Name of the folder below checkpoints/, where no `output` is given."""
     model: BaseSettings = BaseSettings()
     """The base and its adapter. `model.dtype=auto` keeps the type that the base is stored in."""
-    formats: tuple[Literal["mlx", "peft", "fused"], ...] = Field(default=("mlx", "peft", "fused"), min_length=1)
-    """`mlx` and `peft`: the adapter as mlx-lm and PEFT read it; `fused`: a whole model with the adapter merged in."""
+    formats: tuple[Literal["mlx", "peft", "fused", "gguf"], ...] = Field(default=("mlx", "peft", "fused"), min_length=1)
+    """`mlx` and `peft`: the adapter as mlx-lm and PEFT read it; `fused`: a whole model with the adapter merged in;
+    `gguf`: the same as a file of llama.cpp's."""
     output: str | None = None
     """A folder that does not exist yet; null: below checkpoints/export."""
     quantize: QuantizeSettings = QuantizeSettings()
@@ -163,7 +191,7 @@ class ExportConfig(LogConfig):
 
 
 @settings
-class FrontConfig(LogConfig):
+class FrontConfig(ServiceLogConfig):
     """All keys of `parallm.front`."""
 
     workers: tuple[str, ...] = ()
@@ -222,6 +250,13 @@ def policy_configs(config: RunConfig) -> dict[str, RunConfig]:
     if wrong:
         raise ConfigError("\n".join(wrong))
     return configs
+
+
+def with_parts(config: RunConfig, parts: Mapping[str, Mapping[str, Any]]) -> RunConfig:
+    """Return `config` with other values of these keys. Raises ConfigError."""
+    changed = _validated(_merged(dataclasses.asdict(config), parts), RunConfig)
+    check_choices(changed)
+    return changed
 
 
 def _check_policies(config: RunConfig) -> None:

@@ -38,5 +38,5 @@ def _private(folder: Path) -> Path | None:
         reason = "it is not this user's, or others may write into it"
     except OSError as error:
         reason = str(error)
-    logger.warning("kernels are not kept in %s: %s. Each process compiles them anew", folder, reason)
+    logger.warning("nothing is kept in %s: %s. Each process makes it anew", folder, reason)
     return None

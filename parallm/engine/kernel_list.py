@@ -29,8 +29,8 @@ from parallm.model.shared_model import PlainCache, SharedModel
 
 SHAPES = ((1, 4096), (1024, 256))
 """Rows and positions of steps whose attention shares a row between blocks, and does not."""
-MAX_BUCKET = 96
-"""Rows from which on all numbers of rows are multiplied alike."""
+MAX_BUCKET = 256
+"""Rows from which on all numbers of rows are multiplied alike: packed weights are unpacked then."""
 
 
 def engine_kernels(model: SharedModel, adapter: Adapter, settings: EngineSettings) -> list[Specialization]:
@@ -45,6 +45,7 @@ def engine_kernels(model: SharedModel, adapter: Adapter, settings: EngineSetting
         hidden_1TH = model.hidden(mx.zeros((1, STEP), mx.int32), prompts, None)
         if has_pages(model, settings):
             list_flat_prefill(model)
+            take_rows(hidden_1TH[0, ...], mx.zeros((1,), mx.int32))
             for rows, positions in SHAPES:
                 _paged_step(model, rows, positions)
         else:
@@ -53,6 +54,8 @@ def engine_kernels(model: SharedModel, adapter: Adapter, settings: EngineSetting
                 _step(model, prompts, BufferShape(rows, positions))
         _sampling(model.head(hidden_1TH[0, :1]))
         buckets = sorted({row_bucket(rows) for rows in range(1, MAX_BUCKET + 1)})
+        for rows in buckets:
+            model.head(mx.zeros((rows, hidden_1TH.shape[-1]), model.dtype))
         for lora in (None, *_loras(model, adapter)):
             for merged in {merged.form(lora): merged for merged in merged_linears(model.base)}.values():
                 for rows, tokens in (*((rows, 1) for rows in buckets), (1, STEP), (1, MIN_LONG)):

@@ -111,7 +111,7 @@ def _run_folder(composed: Composed[RunConfig], blas: BlasReport) -> Iterator[Pat
     folder, config = composed.folder, composed.config
     check_writable(folder)
     try:
-        log = logging_to(folder / LOG, config.log_level, config.log_format, on_terminal=False)
+        log = logging_to(folder / LOG, config.log_level, config.log_format, config.log_max_bytes, on_terminal=False)
         with locked_run_folder(folder), log:
             logger.info(blas.message)
             (folder / CONFIG).write_text(OmegaConf.to_yaml(composed.values, resolve=True))

@@ -83,11 +83,11 @@ class LocalClient(AsyncClient):
 
     async def post(self, path: str, body: Mapping[str, Any]) -> Any:
         """Return the answer's JSON."""
-        return await self._send(Call("POST", path, lambda answer: answer, body))
+        return await self.send(Call("POST", path, lambda answer: answer, body))
 
-    async def _send(self, call: Call[Result]) -> Result:
+    async def send(self, call: Call[Result]) -> Result:
         try:
-            return await super()._send(call)
+            return await super().send(call)
         except ApiError as error:
             raise error_of(error.status, error.code, str(error), error.param) from None
         except ValueError as error:  # JSON has no infinite numbers

@@ -13,25 +13,10 @@ import mlx.nn as nn
 from mlx_lm.utils import _get_classes
 
 from parallm.model.task_head import is_of_head
-from parallm.model.task_spec import CLASSIFIER
+from parallm.model.task_spec import is_trunk, writes_text
 
 HEAD = "lm_head.weight"
 ModelClasses = tuple[Callable[[Any], nn.Module], Any]
-
-
-def writes_text(config: Mapping[str, Any], names: frozenset[str]) -> bool:
-    """Whether a causal model with tensors of these names has a language model's head."""
-    kinds = [str(kind) for kind in config.get("architectures") or ()]
-    if any(kind.endswith(CLASSIFIER) for kind in kinds):
-        return False
-    if not is_trunk(names):
-        return True
-    return not any(kind.endswith("Model") for kind in kinds) and bool(config.get("tie_word_embeddings"))
-
-
-def is_trunk(names: frozenset[str]) -> bool:
-    """Whether the tensors have the names of transformers' class without a head, such as those of Qwen3-Embedding."""
-    return "embed_tokens.weight" in names and not any(name.startswith("model.") for name in names)
 
 
 def tensor_names(folder: Path) -> frozenset[str]:

@@ -32,7 +32,10 @@ from parallm.device.own_transformers import own_transformers
 from parallm.errors import ModelError
 from parallm.model.chat.tokenizer import ChatTokenizer
 from parallm.model.encoders.load import load_encoder
-from parallm.model.headless import classes, is_trunk, overrides, tensor_names, writes_text
+from parallm.model.gguf.file import is_gguf
+from parallm.model.gguf.folder import WEIGHTS, open_folder
+from parallm.model.gguf.load import load_gguf
+from parallm.model.headless import classes, overrides, tensor_names
 from parallm.model.kernels.cuda import has_kernels
 from parallm.model.lora.linear import LoraContext, merge_linears
 from parallm.model.lora.targets import InputRecorder, install_lora
@@ -42,7 +45,7 @@ from parallm.model.precision import is_in_range, may_be_float16
 from parallm.model.quantized import arrange_quantized, cast, check_experts, choose_dtype
 from parallm.model.settings import ModelSettings
 from parallm.model.shared_model import SharedModel, can_batch
-from parallm.model.task_spec import ENCODERS
+from parallm.model.task_spec import ENCODERS, is_trunk, writes_text
 from parallm.model.tensor_parallel import Ranks, cut_layers, sum_outputs
 
 logger = logging.getLogger(__name__)
@@ -93,7 +96,7 @@ def share_model(
     model that has none, and for a model that cannot compute on this device.
     """
     model_type = _model_type(config)
-    dtype = choose_dtype(settings.dtype, base)
+    dtype = choose_dtype(settings.dtype, base, config)
     check_experts(base, settings.quantized, dtype, model_type)
     cast(base, dtype)
     stored = stored_values(base)  # however it is kept here
@@ -202,9 +205,12 @@ def _local_folder(path: str) -> Path | None:
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder
+    if is_gguf(folder):
+        return open_folder(folder)
     if folder.is_absolute() or path.startswith(".") or path.count("/") != 1:
         raise ModelError(
-            f"model.path={path}: no such folder; give a folder with config.json and *.safetensors, or 'nano'"
+            f"model.path={path}: no such folder; give a folder with config.json and *.safetensors, or 'nano', or a "
+            "file.gguf"
         )
     return None
 
@@ -219,6 +225,8 @@ def load_base(folder: Path, path: str, *, trusted: bool = False) -> tuple[nn.Mod
     try:
         if config.get("model_type") in ENCODERS:
             return load_encoder(folder, config)
+        if (folder / WEIGHTS).exists():
+            return load_gguf(folder, config)
         names = tensor_names(folder)
         if writes_text(config, names) and not is_trunk(names):
             return load_model(folder, lazy=True, trust_remote_code=trusted)
@@ -255,7 +263,9 @@ def _way_out(name: str) -> str:
 def _checked_config(folder: Path, path: str) -> dict[str, Any]:
     """The config.json of a folder. Raises ModelError unless all files of a model are there."""
     if not (folder / "config.json").is_file():
-        raise ModelError(f"model.path={path}: {folder} has no config.json; it must be a Hugging Face model folder")
+        files = sorted(file.name for file in folder.glob("*.gguf"))
+        way_out = f"name one of its files, such as {folder / files[0]}" if files else "it must be a model folder"
+        raise ModelError(f"model.path={path}: {folder} has no config.json; {way_out}")
     index = folder / "model.safetensors.index.json"
     try:
         config = dict(json.loads((folder / "config.json").read_text()))
@@ -265,7 +275,7 @@ def _checked_config(folder: Path, path: str) -> dict[str, Any]:
     missing = sorted(name for name in names if not (folder / name).is_file())
     if missing:
         raise ModelError(f"model.path={path}: {folder} is incomplete, without {missing}; copy or download it again")
-    if not list(folder.glob("model*.safetensors")):
+    if not list(folder.glob("model*.safetensors")) and not (folder / WEIGHTS).exists():
         raise ModelError(f"model.path={path}: {folder} has no model*.safetensors; copy or download it again")
     return config
 

@@ -2,14 +2,14 @@
 
 MLX's product for CPUs unpacks weights anew for every row: 64 rows take about 30 times as long as unpacked weights and a
 BLAS do. So on a CPU weights are unpacked first, all of them once where memory allows it, else those of a layer for each
-product. On CUDA that pays for products of many rows: MLX's own keeps up with a dense one for few rows only, and the
-gradient of an input has but a plain kernel. Experts that stay packed are left to MLX's own product.
+product. On CUDA that pays for products of many rows, and for the gradient of an input; few rows with weights of 4 bits
+have a kernel of their own (`kernels/quantized_gemm.py`). Experts that stay packed are left to MLX's own product.
 """
 
 import copy
 from collections import Counter
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -19,6 +19,7 @@ from mlx_lm.utils import dequantize_model
 
 from parallm.device.memory import free_memory
 from parallm.errors import ModelError
+from parallm.model.kernels import quantized_gemm
 from parallm.model.kernels.cuda import on_cuda
 from parallm.model.kernels.unpack import unpacked
 
@@ -27,7 +28,9 @@ UNPACKED_SHARE = 0.5
 
 MANY_ROWS = 256
 """On CUDA: with fewer, unpacking costs more than it saves. An H200 multiplies 256 rows with 4,096 x 28,672 packed
-weights in 0.52 ms, and in 0.34 if MLX unpacks them first; 128 rows in 0.26 and 0.36."""
+weights in 0.52 ms by MLX's product, and in 0.34 if MLX unpacks them first; 128 rows in 0.26 and 0.36."""
+
+FLOATS = ("float32", "float16", "bfloat16")
 
 Storage = Literal["auto", "packed", "unpacked"]
 
@@ -55,12 +58,17 @@ def stored_dtype(base: nn.Module) -> mx.Dtype:
     return sizes.most_common(1)[0][0]
 
 
-def choose_dtype(name: str, base: nn.Module) -> mx.Dtype:
-    """The type that `model.dtype` asks for; `auto` is float32 on a CPU and the stored type elsewhere."""
+def choose_dtype(name: str, base: nn.Module, config: Mapping[str, Any]) -> mx.Dtype:
+    """The type that `model.dtype` asks for; `auto` is float32 on a CPU and the stored type elsewhere, or what `config`
+    names where only the scales of packed weights are float32: MLX multiplies in the type of the scales."""
     if name != "auto":
         return getattr(mx, name)  # the settings allow only names of dtypes
-    # bfloat16 products run at 7 GFLOP/s on a CPU, float32 ones at 200
-    return mx.float32 if _on_cpu() else stored_dtype(base)
+    if _on_cpu():
+        return mx.float32  # bfloat16 products run at 7 GFLOP/s on a CPU, float32 ones at 200
+    stored = stored_dtype(base)
+    if stored == mx.float32 and unpacked_bytes(base, stored) and (named := config.get("dtype")) in FLOATS:
+        return getattr(mx, named)
+    return stored
 
 
 def arrange_quantized(base: nn.Module, storage: Storage, dtype: mx.Dtype) -> None:
@@ -100,23 +108,35 @@ def unpacked_bytes(base: nn.Module, dtype: mx.Dtype) -> int:
 
 class UnpackingLinear(nn.QuantizedLinear):
     """A quantized linear layer that unpacks its weights for each product, forward and backward; on CUDA for products
-    of many rows."""
+    of many rows, and in registers for those of few."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        return _product(self, x) if _unpacks_for(x) else _of_rows(super().__call__, x)
+        return _product(self, x) if _is_ours(self, x) else _of_rows(super().__call__, x)
 
 
 class UnpackingEmbedding(nn.QuantizedEmbedding):
     """A quantized embedding that does so where it is the model's head."""
 
     def as_linear(self, x: mx.array) -> mx.array:
-        return _product(self, x) if _unpacks_for(x) else _of_rows(super().as_linear, x)
+        return _product(self, x) if _is_ours(self, x) else _of_rows(super().as_linear, x)
 
 
 UNPACKING: dict[type[nn.Module], type[nn.Module]] = {
     nn.QuantizedLinear: UnpackingLinear,
     nn.QuantizedEmbedding: UnpackingEmbedding,
 }
+
+
+def floating_type(linear: nn.Module) -> mx.Dtype:
+    """The type of a linear layer's weights, once they are unpacked."""
+    dtype: mx.Dtype = linear.get("scales", linear.weight).dtype
+    return dtype
+
+
+def weights_of(linear: nn.Module) -> mx.array:
+    """The weights of a linear layer (O, I), unpacked now if they are packed."""
+    weights_OI: mx.array = unpacked(linear, floating_type(linear)) if "scales" in linear else linear.weight
+    return weights_OI
 
 
 def _unpacks(base: nn.Module, storage: Storage, dtype: mx.Dtype) -> bool:
@@ -129,8 +149,9 @@ def _on_cpu() -> bool:
     return mx.default_device() == mx.Device(mx.cpu)
 
 
-def _unpacks_for(x: mx.array) -> bool:
-    return not on_cuda() or x.size >= MANY_ROWS * x.shape[-1]
+def _is_ours(layer: nn.Module, x: mx.array) -> bool:
+    """Whether `_product` multiplies: by a kernel, or because it pays to unpack the weights."""
+    return not on_cuda() or x.size >= MANY_ROWS * x.shape[-1] or quantized_gemm.fits(x, layer)
 
 
 def _of_rows(product: Callable[[mx.array], mx.array], x: mx.array) -> mx.array:
@@ -151,6 +172,9 @@ def _product(layer: nn.Module, x: mx.array) -> mx.array:
 
     @mx.custom_function  # type: ignore[untyped-decorator]
     def forward(x: mx.array) -> mx.array:
+        if quantized_gemm.fits(x, layer):
+            y_SBTO = quantized_gemm.quantized_gemm(x.reshape(-1, 1, x.shape[-1]), layer, is_whole=True)
+            return y_SBTO.reshape(*x.shape[:-1], -1)
         weight_OI = unpacked(layer, x.dtype)
         return mx.addmm(layer.bias, x, weight_OI.T) if "bias" in layer else x @ weight_OI.T
 

@@ -38,7 +38,7 @@ class BaseSettings:
     """A base, and an adapter of it."""
 
     path: str = "nano"
-    """`nano` (the model inside the package), a local Hugging Face folder, or a hub id."""
+    """`nano` (the model inside the package), a local Hugging Face folder, a GGUF file, or a hub id."""
     trust_remote_code: bool = False
     """Run code that the model's folder brings along: its class (`model_file` in config.json), its tokenizer's."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"

@@ -111,6 +111,21 @@ def head_spec(num_labels: int, config: Mapping[str, Any] = MappingProxyType({}))
     )
 
 
+def writes_text(config: Mapping[str, Any], names: frozenset[str]) -> bool:
+    """Whether a causal model with tensors of these names has a language model's head."""
+    kinds = [str(kind) for kind in config.get("architectures") or ()]
+    if any(kind.endswith(CLASSIFIER) for kind in kinds):
+        return False
+    if not is_trunk(names):
+        return True
+    return not any(kind.endswith("Model") for kind in kinds) and bool(config.get("tie_word_embeddings"))
+
+
+def is_trunk(names: frozenset[str]) -> bool:
+    """Whether the tensors have the names of transformers' class without a head, such as those of Qwen3-Embedding."""
+    return "embed_tokens.weight" in names and not any(name.startswith("model.") for name in names)
+
+
 def check_attention(folder: Path) -> None:
     """Raise ModelError for a model whose tokens see those after them, unless it is one of `ENCODERS`: other bases
     compute causal attention."""

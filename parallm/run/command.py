@@ -4,6 +4,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -36,13 +37,17 @@ from parallm.config.run_folder import (
 from parallm.config.schema import (
     COMMANDS,
     FrontConfig,
+    LogConfig,
+    LogFileConfig,
     RunConfig,
     ServeConfig,
+    ServiceLogConfig,
     keys_elsewhere,
     known_keys,
     shipped,
     to_config,
 )
+from parallm.config.user_file import with_user_file
 from parallm.device.blas import BlasReport, load_blas
 from parallm.device.load_mlx import load_mlx
 from parallm.device.settings import BlasSettings
@@ -65,7 +70,7 @@ WIRING: Mapping[str, str] = {
 }
 """Module and `Run` of each command. All but the front import MLX, so the BLAS must be loaded first."""
 
-SUCCESS, FAILED, WRONG_CONFIG, INTERRUPTED = 0, 1, 2, 130
+SUCCESS, FAILED, WRONG_CONFIG, INTERRUPTED = 0, 1, os.EX_CONFIG, 130
 
 logger = logging.getLogger(__name__)
 
@@ -83,11 +88,13 @@ def run_command(name: str, run: Run | None = None) -> int:
     if asks_version(arguments):
         sys.stdout.write(f"{describe_versions()}\n")
         return SUCCESS
+    interrupts.outlive_hang_up()
     try:
         topics = help_topics(arguments)
         if topics is not None:
             sys.stdout.write(help_page(name, topics))
             return SUCCESS
+        sys.argv[1:] = arguments = with_user_file(name, arguments)
         register(name, COMMANDS[name], arguments)
         return _compose_and_run(name, run)
     except ConfigError as error:
@@ -146,14 +153,14 @@ def _run_job(composed: DictConfig, folder: Path, name: str, run: Run | None) -> 
         if isinstance(config, RunConfig):
             code = _run_worker(config, composed, folder, run)
         elif isinstance(config, FrontConfig):
-            with logging_to(None, config.log_level, form):
+            with _logging(config):
                 code = resolve_name(WIRING[name])(config)
         elif isinstance(config, ServeConfig) and must_start_servers(config.distributed):
             code = run_servers(config.distributed, config.server, sys.argv[1:])
         elif isinstance(config, ServeConfig) and config.distributed.tensor_parallel > 1:
             code = _run_rank(config, run)
         else:
-            with logging_to(None, config.log_level, form):
+            with _logging(config):
                 blas = _load(config.device)
                 run = run or resolve_name(WIRING[name])
                 code = run(config, folder, blas)
@@ -177,7 +184,7 @@ def _run_worker(config: RunConfig, composed: DictConfig, folder: Path, run: Run 
         if team.folder != folder:
             remove_unused(folder)
         check_writable(team.folder)
-        with locked_run_folder(team.folder), logging_to(team.folder / LOG, config.log_level, config.log_format):
+        with locked_run_folder(team.folder), _logging(config, team.folder / LOG):
             blas = _load(config.device)
             (team.folder / CONFIG).write_text(OmegaConf.to_yaml(composed, resolve=True))
             return team.bound(run or resolve_name(WIRING[TRAIN]))(config, team.folder, blas)
@@ -190,10 +197,17 @@ def _run_rank(config: ServeConfig, run: Run | None) -> int:
         return launch_ranks(workers, sys.argv[1:], folder)
     with (
         join_team(workers, folder, shared_facts(config)) as team,
-        logging_to(None, config.log_level, config.log_format),
+        _logging(config),
     ):
         blas = _load(config.device)
         return team.bound(run or resolve_name(WIRING["serve"]))(config, team.folder, blas)
+
+
+def _logging(config: LogConfig, run_log: Path | None = None) -> AbstractContextManager[None]:
+    given = config.log_file if isinstance(config, ServiceLogConfig) else None
+    path = run_log if given is None else Path(given).expanduser()
+    max_bytes = config.log_max_bytes if isinstance(config, LogFileConfig) else None
+    return logging_to(path, config.log_level, config.log_format, max_bytes)
 
 
 def _load(device: BlasSettings) -> BlasReport:

@@ -20,11 +20,13 @@ from parallm.model.adapters.fuse import Quantization, fuse, model_bytes, write_m
 from parallm.model.adapters.module_names import modules_of
 from parallm.model.adapters.reward_head import refuse_head
 from parallm.model.chat.end_token import end_texts_with
+from parallm.model.gguf.writer import write_gguf
 from parallm.model.load import check_local, find_folder, load_base, read_model_type
 from parallm.model.task_spec import write_task_spec
 from parallm.types import TaskSpec
 
-FOLDERS = {"mlx": "adapter", "peft": "adapter_peft", "fused": "fused"}
+FOLDERS = {"mlx": "adapter", "peft": "adapter_peft", "fused": "fused", "gguf": "fused.gguf"}
+GGUF_BITS = 8
 TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt")
 """Files that sentence-transformers wants beside an adapter, too."""
 SPARE_BYTES = 32 << 20
@@ -63,11 +65,13 @@ def run_export(config: ExportConfig, folder: Path, _: BlasReport) -> int:
 
 def _output(config: ExportConfig, folder: Path) -> Path:
     """Return the folder to write to. Raises ConfigError if it is not empty, and for contradicting settings."""
-    if config.quantize.bits is not None and "fused" not in config.formats:
+    bits, formats = config.quantize.bits, list(config.formats)
+    if bits is not None and not {"fused", "gguf"} & set(formats):
         raise ConfigError(
-            f"quantize.bits={config.quantize.bits} is for the fused model, which formats={list(config.formats)} leaves "
-            "out; add fused to formats"
+            f"quantize.bits={bits} is for the fused model, which formats={formats} leaves out; add fused to formats"
         )
+    if bits not in (None, GGUF_BITS) and "gguf" in formats:
+        raise ConfigError(f"quantize.bits={bits}: a GGUF file is written with 8 bits (Q8_0), or without quantize.bits")
     if config.output is None:
         return folder
     output = Path(config.output).expanduser()
@@ -87,12 +91,15 @@ def _write(config: ExportConfig, adapter: Adapter, named: Path, folder: Path) ->
     num_layers, model_type = len(base.layers), read_model_type(config.model.path)
     if "peft" in config.formats:
         modules_of(adapter.targets, model_type)  # refuses what PEFT could not load before anything is written
+    if "gguf" in config.formats and adapter.task is not None:
+        raise ConfigError("formats: what the adapter makes of texts cannot be said in a GGUF file; leave gguf out")
     bits, group_size = config.quantize.bits, config.quantize.group_size
     quantization = None if bits is None else Quantization(bits=bits, group_size=group_size)
     dtype = None if config.model.dtype == "auto" else getattr(mx, config.model.dtype)
     fused_config = fuse(base, base_config, adapter, dtype, quantization)  # checks the fit; evaluates nothing
     fused_bytes = model_bytes(base)
-    _check_space(folder.parent, (fused_bytes if "fused" in config.formats else 0) + 2 * adapter.nbytes)
+    num_fused = len({"fused", "gguf"} & set(config.formats))
+    _check_space(folder.parent, num_fused * fused_bytes + 2 * adapter.nbytes)
     task, descriptions = adapter.task, dict[str, str]()
     if "mlx" in config.formats:
         write_mlx(adapter, folder / FOLDERS["mlx"], num_layers=num_layers)
@@ -110,6 +117,14 @@ def _write(config: ExportConfig, adapter: Adapter, named: Path, folder: Path) ->
             _write_task(task, folder / FOLDERS["fused"], base_config)
         quantized = "" if bits is None else f", {bits} bits"
         descriptions[FOLDERS["fused"]] = f"whole model, {fused_bytes / 1e6:,.1f} MB{quantized}"
+    if "gguf" in config.formats:
+        base, base_config = load_base(source, config.model.path, trusted=config.model.trust_remote_code)
+        fused_config = fuse(base, base_config, adapter, dtype, None)
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / FOLDERS["gguf"]
+        name = Path(config.model.path).stem
+        num_bytes = write_gguf(base, fused_config, source, path, name=name, is_q8_0=bits is not None)
+        descriptions[path.name] = f"whole model as GGUF, {num_bytes / 1e6:,.1f} MB"
     return descriptions
 
 

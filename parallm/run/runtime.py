@@ -35,6 +35,7 @@ from parallm.engine.prefill import chunk_tokens
 from parallm.engine.settings import EngineSettings
 from parallm.engine.warm_up import warm_up
 from parallm.errors import AdapterError, ConfigError, ModelError
+from parallm.jobs.jobs import Jobs
 from parallm.learner.kernel_list import learner_kernels, packed_kernels
 from parallm.learner.settings import LearnerSettings
 from parallm.metrics.display import RunHeader
@@ -49,6 +50,7 @@ from parallm.model.kernels.preparation import prepare_kernels
 from parallm.model.load import check_local, find_folder, load_shared_model
 from parallm.model.settings import ModelSettings
 from parallm.model.shared_model import SharedModel
+from parallm.registry.discovery import describe, digest_of
 from parallm.reports import TrainingStatus
 from parallm.rollout.reward_model import Rate, RewardModel
 from parallm.rollout.settings import RewardModelSettings
@@ -60,8 +62,9 @@ from parallm.server.interfaces import Training, Trajectories
 from parallm.server.operation.http_server import HttpServer, Listener
 from parallm.server.operation.request_context import writing_request_log
 from parallm.server.operation.tracing import Traces, exporting_traces
-from parallm.server.service import Service
+from parallm.server.service import OwnBase, Service
 from parallm.server.settings import ServerSettings
+from parallm.tasks.actor import Actor
 from parallm.tasks.encoder import Encoder
 from parallm.tasks.settings import TaskSettings
 from parallm.trainer.reward_training import find_reward_model
@@ -70,6 +73,8 @@ from parallm.types import BASE, POLICY
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 REWARD = "reward"
+DTYPES = {mx.float32: "F32", mx.float16: "F16", mx.bfloat16: "BF16"}
+"""Names that lists of models have for types of weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +98,8 @@ class RuntimeSettings:
     """Seed of a new adapter."""
     learner: LearnerSettings = LearnerSettings()
     """Settings of the passes of reward models."""
+    log_max_bytes: int | None = None
+    """Size at which the log of requests is rotated."""
     folder: Path | None = None
     """Folder above the state of operators; None keeps no state."""
     keeps_state: bool = False
@@ -110,11 +117,13 @@ class Runtime:
     adapters: AdapterTable
     engine: AsyncEngine
     encoder: Encoder
+    actor: Actor
     start: Adapter
     """The version to train from: the given adapter, or a new one whose product is zero."""
     kept: PersistentTable
     """`adapters` with the state of operators."""
     store: AdapterStore
+    base_folder: Path
     host: ReplicaHost | None
     """This process as a rollout engine of a trainer elsewhere; None while it trains itself."""
     sampling_defaults: Mapping[str, float]
@@ -162,7 +171,7 @@ async def open_runtime(
     Raises ParallmError.
     """
     with ExitStack() as resources:
-        resources.enter_context(writing_request_log(settings.server.request_log))
+        resources.enter_context(writing_request_log(settings.server.request_log, settings.log_max_bytes))
         traces = resources.enter_context(exporting_traces(settings.server.otlp_endpoint))
         monitor = UsageMonitor()
         monitor.start()
@@ -179,6 +188,8 @@ async def open_runtime(
         device = DeviceThread(governor)
         resources.callback(device.stop)
         await on_device(device, wire_memory)
+        actor = Actor(device, max_names=settings.server.max_adapters, max_waiting=settings.engine.max_waiting)
+        await actor.load(settings.tasks.policies)
         model = await on_device(device, partial(parts.load, settings.model))
         if settings.needs_text and not model.writes_text:
             raise ModelError(
@@ -229,9 +240,11 @@ async def open_runtime(
             adapters=adapters,
             engine=engine,
             encoder=encoder,
+            actor=actor,
             start=start,
             kept=kept,
             store=store,
+            base_folder=folder,
             host=host,
             sampling_defaults=defaults,
             report=DeviceReport(device.governor, monitor),
@@ -249,6 +262,7 @@ async def open_application(
     trajectories: Mapping[str, Trajectories] | None = None,
     sample_stores: Mapping[str, CompletionListener] | None = None,
     reward_models: Mapping[str, RewardModel] | None = None,
+    jobs: Jobs | None = None,
 ) -> AsyncIterator[Application]:
     """Answer requests until the end, over HTTP if `listener` is bound; clients that connect before wait.
 
@@ -276,8 +290,12 @@ async def open_application(
         swaps=runtime.adapters.num_swaps,
         reward_models=partial(_rates, runtime.settings.server.reward_model is not None, reward_models or {}),
         encoder=runtime.encoder,
+        actor=runtime.actor,
         replica=runtime.host,
+        jobs=jobs,
     )
+    if settings.server.ollama:
+        service.base = await asyncio.to_thread(_own_base, runtime)
     app = create_app(service)
     server = None if listener.bound is None else HttpServer(app, listener.bound, settings.server)
     with _frozen_heap():
@@ -288,6 +306,18 @@ async def open_application(
         finally:
             if server is not None:
                 await server.stop()
+
+
+def _own_base(runtime: Runtime) -> OwnBase:
+    """Describe the base. Raises ModelError."""
+    model, folder = runtime.model, runtime.base_folder
+    described = describe(runtime.settings.model.path, folder, digest_of(folder))
+    level = described.quantization or DTYPES[model.dtype]
+    return OwnBase(
+        model=dataclasses.replace(described, quantization=level),
+        num_bytes=model.base_bytes,
+        is_on_accelerator=mx.default_device() != mx.cpu,
+    )
 
 
 def header_of(name: str, model: ModelSettings, blas: BlasReport, url: str | None) -> RunHeader:

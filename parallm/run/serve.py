@@ -9,7 +9,7 @@ import logging
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, closing
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from parallm.errors import ConfigError, ExchangeFailed
 from parallm.interrupts import SIGNALS, until_signal
 from parallm.metrics.live_display import make_display
 from parallm.reports import TrainingStatus
+from parallm.run.jobs import check_jobs, opened_jobs, working
 from parallm.run.operator_state import check_given
 from parallm.run.runtime import (
     WHOLE,
@@ -41,7 +42,11 @@ from parallm.run.runtime import (
 )
 from parallm.run.workers import copy_operators_state, own_server, shown_url
 from parallm.server.operation.http_server import Listener, listening
+from parallm.server.operation.middleware import Drain
+from parallm.server.operation.notify import ServiceManager
 from parallm.types import POLICY
+
+SECONDS_BETWEEN_LOOKS = 1.0
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +70,7 @@ def checked(config: ServeConfig) -> ServeConfig:
             f"distributed.workers={config.distributed.workers}: several servers are several processes; `python -m "
             "parallm.serve` starts them, and a Python program is one of them"
         )
+    check_jobs(config)
     given = {} if config.model.adapter is None else {POLICY: f"model.adapter={config.model.adapter}"}
     check_given(config.server.adapters, given)
     if config.distributed.tensor_parallel > 1 and config.server.reward_model is not None:
@@ -111,14 +117,20 @@ async def open_serving(
             serving_share=config.device.serving_share, serving_latency_target=config.device.serving_latency_target
         ),
         server=config.server,
+        log_max_bytes=config.log_max_bytes,
         tasks=config.tasks,
         folder=folder,
         keeps_state=True,
     )
     async with open_runtime(settings, blas, tell, parts) as runtime:
         messages = await runtime.restore(config.server.adapters, {})
-        async with open_application(runtime, listener, lambda: TrainingStatus(state="serving")) as application:
-            yield Serving(runtime=runtime, application=application, messages=messages)
+        status = TrainingStatus(state="serving")
+        with opened_jobs(config) as jobs:
+            async with (
+                open_application(runtime, listener, lambda: status, jobs=jobs) as application,
+                working(jobs, config, runtime, application.app),
+            ):
+                yield Serving(runtime=runtime, application=application, messages=messages)
 
 
 def _own_config(config: ServeConfig, rank: int) -> ServeConfig:
@@ -133,12 +145,28 @@ async def _serve(config: ServeConfig, blas: BlasReport, parts: EngineParts = WHO
     copy_operators_state(config.server, leader, folder, rank)
     config = checked(_own_config(config, rank))
     display = make_display("lines" if config.metrics.display == "auto" else config.metrics.display, sys.stdout)
+    manager = ServiceManager()
     with listening(config.server) as listener, closing(display):
-        async with open_serving(config, blas, listener, folder=folder, tell=display.message, parts=parts) as serving:
-            display.start(header_of(config.name, config.model, blas, shown_url(listener.url)))
+        async with AsyncExitStack() as stack:
+            async with manager.starting(f"loading {config.model.path}"):
+                opened = open_serving(config, blas, listener, folder=folder, tell=display.message, parts=parts)
+                serving = await stack.enter_async_context(opened)
+            display.start(header_of(config.name, config.model, blas, shown_url(listener.urls)))
             for text in serving.messages:
                 display.message(text)
-            await until_signal()
+            engine = serving.runtime.engine
+            async with manager.running(engine.ping, lambda: f"serving, {engine.stats().num_running} requests"):
+                seconds = config.idle_exit_seconds
+                if await until_signal(None if seconds is None else _until_idle(seconds, serving)):
+                    display.message(f"no request for idle_exit_seconds={seconds:g}: leaving")
+
+
+async def _until_idle(seconds: float, serving: Serving) -> bool:
+    """Return True once no client has asked for anything for so long."""
+    drain: Drain = serving.application.app.state.drain
+    while drain.idle_seconds() < seconds or serving.runtime.engine.stats().num_running:
+        await asyncio.sleep(min(SECONDS_BETWEEN_LOOKS, seconds / 2))
+    return True
 
 
 async def _lead(config: ServeConfig, blas: BlasReport, team: Team) -> None:

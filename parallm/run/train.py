@@ -49,6 +49,7 @@ from parallm.run.runtime import Runtime, RuntimeSettings, header_of, open_applic
 from parallm.run.training_data import read_training_data
 from parallm.run.workers import copy_operators_state, own_config, shown_url
 from parallm.server.operation.http_server import HttpServer, Listener, listening
+from parallm.server.operation.notify import ServiceManager
 from parallm.types import LATEST, POLICY
 
 
@@ -91,6 +92,11 @@ class TrainingRun:
     @property
     def was_stopped(self) -> bool:
         return any(policy.trainer.was_stopped for policy in self.policies)
+
+    def describe(self) -> str:
+        """Return what the run does, for a service manager."""
+        status = combined_status({policy.name: policy.status for policy in self.policies})
+        return f"{status.state}, training step {status.step} of {status.total_steps}"
 
     async def train(self) -> None:
         """Train all policies to their ends and write their adapters. Raises ParallmError."""
@@ -160,7 +166,7 @@ async def open_training(
         stack.callback(display.close)
         specs = make_policy_specs(config, folder, display, schedules, parts.recorder)
         runtime = await stack.enter_async_context(open_runtime(_settings(config, folder), blas, display.message))
-        header = header_of(config.name, config.model, blas, shown_url(listener.url))
+        header = header_of(config.name, config.model, blas, shown_url(listener.urls))
         schedule = None if config.policies else schedules[POLICY]
         display.start(replace(header, folder=short_path(folder), policies=tuple(config.policies), schedule=schedule))
         judge = Judge(runtime.engine.generate, runtime.model.tokenizer)  # one for all: it numbers its requests
@@ -208,9 +214,18 @@ async def open_training(
 
 async def _train(config: RunConfig, folder: Path, blas: BlasReport, parts: Single) -> None:
     config = checked(config)
+    manager = ServiceManager()
     with listening(config.server) as listener:
-        async with open_training(config, folder, blas, listener, parts=parts) as run:
-            stop_on_signals(run.drain_and_stop, "finishing this step, then saving and leaving")
+        async with AsyncExitStack() as stack:
+            async with manager.starting(f"loading {config.model.path}"):
+                run = await stack.enter_async_context(open_training(config, folder, blas, listener, parts=parts))
+            await stack.enter_async_context(manager.running(run.runtime.engine.ping, run.describe))
+
+            def stop() -> None:
+                manager.stopping()
+                run.drain_and_stop()
+
+            stop_on_signals(stop, "finishing this step, then saving and leaving")
             await run.train()
             parts.leave()
             if run.was_stopped:
@@ -227,6 +242,7 @@ def _settings(config: RunConfig, folder: Path) -> RuntimeSettings:
         engine=config.engine,
         device=config.device,
         server=config.server,
+        log_max_bytes=config.log_max_bytes,
         tasks=config.tasks,
         policies=tuple(configs),
         is_training=True,
@@ -250,8 +266,8 @@ async def _start_atropos(run: PolicyRun, runtime: Runtime, url: str | None, proc
     config, settings, url = run.spec.config, run.spec.config.rollout.atropos, url or ""
     if settings.start.environments and not url.startswith("http"):
         raise ConfigError(
-            "rollout.atropos.start.environments: they ask this process for completions over HTTP; leave server.uds "
-            "unset and server.enabled=true"
+            "rollout.atropos.start.environments: they ask this process for completions over HTTP; set server.port "
+            "and server.enabled=true"
         )
     context = LaunchContext(
         rollout=config.rollout,

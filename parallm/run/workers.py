@@ -12,6 +12,7 @@ from parallm.config.run_folder import SERVING
 from parallm.config.run_kinds import flat_keys
 from parallm.config.schema import RunConfig, ServeConfig
 from parallm.distributed.identity import FRONT, listen_address
+from parallm.server.operation.sockets import socket_path
 from parallm.server.settings import AUTO, OFF, ServerSettings
 
 PACKAGES = ("mlx", "mlx-lm", "numpy")
@@ -30,7 +31,7 @@ def shared_facts(config: RunConfig | ServeConfig) -> dict[str, Any]:
 def own_config(config: RunConfig, rank: int) -> RunConfig:
     """The configuration of worker `rank`: rank 0 alone shows and records; each serves at an address of its own.
 
-    That is the one that its starter has chosen for a front, else server.port + r, or server.uds with `.r` behind it.
+    That is the one that its starter has chosen for a front, else server.port + r, and server.uds with `.r` behind it.
     """
     server = own_server(config.server, rank)
     if rank == 0:
@@ -46,10 +47,11 @@ def own_server(server: ServerSettings, rank: int) -> ServerSettings:
     if address is not None:
         changes = {"host": address.host, "port": address.port, "uds": None}
         changes |= dict.fromkeys(("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"))
-    elif server.uds is not None:
-        changes = {"uds": f"{server.uds}.{rank}" if rank else server.uds}
-    elif server.port:
-        changes = {"port": server.port + rank}
+    elif rank:
+        changes = {
+            "uds": None if server.uds is None else f"{socket_path(server.uds)}.{rank}",
+            "port": server.port + rank if server.port else server.port,
+        }
     if rank and server.state not in (OFF, AUTO):
         changes["state"] = f"{server.state}.{rank}"
     return dataclasses.replace(server, **changes)

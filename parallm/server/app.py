@@ -22,11 +22,19 @@ from parallm.server.control.routes_replicas import replica_routes
 from parallm.server.control.routes_splits import split_routes
 from parallm.server.control.routes_training import training_routes
 from parallm.server.control.routes_trajectories import trajectory_routes
+from parallm.server.dialects.kserve import kserve_routes
 from parallm.server.dialects.routes_generate import generate_routes
 from parallm.server.dialects.routes_identity import absent_routes, identity_routes
 from parallm.server.dialects.routes_tokenize import tokenize_routes
 from parallm.server.dialects.tei import tei_routes
 from parallm.server.failures import Failure, failure_of
+from parallm.server.jobs.routes_batches import batch_routes
+from parallm.server.jobs.routes_files import file_routes
+from parallm.server.jobs.routes_fine_tuning import fine_tuning_routes
+from parallm.server.ollama.routes_embed import embed_routes
+from parallm.server.ollama.routes_generate import generation_routes
+from parallm.server.ollama.routes_models import model_routes
+from parallm.server.ollama.schemas import OllamaError
 from parallm.server.openai.routes import openai_routes
 from parallm.server.openapi import openapi_document
 from parallm.server.operation.auth import ROLES, auth_dependency, check_roles
@@ -36,9 +44,13 @@ from parallm.server.operation.routes_operation import operation_routes
 from parallm.server.service import Service
 from parallm.server.tasks.routes_classify import classify_routes
 from parallm.server.tasks.routes_embeddings import embedding_routes
+from parallm.server.tasks.routes_predict import predict_routes
 from parallm.server.tasks.routes_rank import rank_routes
 from parallm.server.tasks.routes_rewards import reward_routes
+from parallm.server.tasks.routes_rl import rl_routes
 
+OLLAMA = "/api/"
+"""Beginning of the paths of Ollama's routes, which exist with `server.ollama` alone."""
 ROUTES: Sequence[Callable[[Service], APIRouter]] = (
     openai_routes,
     embedding_routes,
@@ -58,7 +70,14 @@ ROUTES: Sequence[Callable[[Service], APIRouter]] = (
     load_routes,
     split_routes,
     reward_routes,
+    rl_routes,
+    predict_routes,
+    kserve_routes,
+    file_routes,
+    batch_routes,
+    fine_tuning_routes,
 )
+OLLAMA_ROUTES: Sequence[Callable[[Service], APIRouter]] = (generation_routes, embed_routes, model_routes)
 
 
 def create_app(service: Service) -> FastAPI:
@@ -77,7 +96,8 @@ def create_app(service: Service) -> FastAPI:
     setattr(app, "openapi", cache(partial(openapi_document, app, has_keys=has_keys)))  # noqa: B010
     app.add_route("/docs", _docs)
     service.request_metrics.registry.register(ServiceCollector(service))
-    routers = [routes(service) for routes in ROUTES] + [operation_routes(service, drain)]
+    chosen = [*ROUTES, *(OLLAMA_ROUTES if settings.ollama else ())]
+    routers = [*(routes(service) for routes in chosen), operation_routes(service, drain)]
     check_roles(routers)
     for router in routers:
         app.include_router(router)
@@ -122,15 +142,20 @@ async def _on_http_error(http: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     request, status, headers = f"{http.method} {http.url.path[:200]}", error.status_code, error.headers or {}
     if status == 404:
-        return error_response(Failure(404, "unknown_url", message=f"{request}: no such route{_way_out(http)}"))
-    if status == 405:
+        failure = Failure(404, "unknown_url", message=f"{request}: no such route{_way_out(http)}")
+    elif status == 405:
         message = f"{request}: this route takes {headers.get('Allow', 'another method')}"
-        return error_response(Failure(405, "wrong_method", message=message, headers=headers))
-    return error_response(Failure(status, message=f"{request}: {error.detail}", headers=headers))
+        failure = Failure(405, "wrong_method", message=message, headers=headers)
+    else:
+        failure = Failure(status, message=f"{request}: {error.detail}", headers=headers)
+    is_ollamas = http.url.path.startswith(OLLAMA)
+    return error_response(failure, OllamaError(error=failure.message) if is_ollamas else None)
 
 
 def _way_out(http: Request) -> str:
     paths = [row.partition(" ")[2] for row in ROLES]
+    if http.url.path.startswith(OLLAMA) and http.url.path in paths:
+        return "; the server runs with server.ollama=false"
     close = get_close_matches(http.url.path[:200], paths, 1, cutoff=0.8)
     return f"; did you mean {close[0]}?" if close else "; GET /openapi.json shows what there is"
 

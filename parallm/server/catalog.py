@@ -28,6 +28,17 @@ class ServedModels(Protocol):
     def base_name(self) -> str: ...
 
 
+def model_names(models: ServedModels) -> list[str]:
+    """Return the policies, the base, other adapters (the version that is served), aliases, and every version.
+
+    Policies come first because many clients take the first model of the list.
+    """
+    cards = models.catalog()
+    names = {card.name for card in cards} | {alias for card in cards for alias in card.aliases}
+    versions = [versioned(card.name, card.version) for card in cards]
+    return [*models.policies, BASE, *sorted(names - set(models.policies)), *versions]
+
+
 def card_of(model: str, cards: Sequence[AdapterCard]) -> AdapterCard | None:
     """Return the card of the served version of an adapter, of an exact version or of an alias."""
     name = plain(model)

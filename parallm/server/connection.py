@@ -41,7 +41,11 @@ class BodyLimits(Protocol):
 
 
 async def read_body(
-    http: Request, max_bytes: int, setting: str = "max_body_bytes", *, grow: Callable[[int], None] = lambda _: None
+    http: Request,
+    max_bytes: int,
+    setting: str = "server.max_body_bytes",
+    *,
+    grow: Callable[[int], None] = lambda _: None,
 ) -> bytes:
     """Return the whole body. Raises BodyTooLarge above `max_bytes`, the value of `setting`, and BodyTooSlow.
 
@@ -64,7 +68,7 @@ async def bounded_chunks(http: Request, max_bytes: int, setting: str) -> AsyncGe
     ends = asyncio.get_running_loop().time() + BODY_SECONDS
     while True:
         if num_bytes > max_bytes or max_bytes < announced < math.inf:
-            raise BodyTooLarge(f"the request body is larger than {max_bytes} bytes; raise server.{setting}")
+            raise BodyTooLarge(f"the request body is larger than {max_bytes} bytes; raise {setting}")
         try:
             async with asyncio.timeout_at(ends + num_bytes / MIN_BYTES_PER_SECOND):
                 chunk = await anext(stream, None)

@@ -10,13 +10,17 @@ from parallm.errors import (
     ContextTooLong,
     EngineFull,
     EngineStopped,
+    FileTooLarge,
     FolderInUse,
     InvalidRequest,
+    ModelError,
+    NoMemory,
     NotFinite,
     NotStored,
     ParallmError,
     Unavailable,
     UnknownModel,
+    UnknownObject,
     UnknownTrajectory,
 )
 from parallm.server.schemas import ErrorAnswer, ErrorDetail
@@ -88,15 +92,19 @@ _FAILURES: Mapping[type[Exception], Failure] = {
     NotAllowed: Failure(403, "not_allowed", "permission_error"),
     UnknownModel: Failure(404, "model_not_found", param="model"),
     UnknownTrajectory: Failure(404, "trajectory_not_found", param="id"),
+    UnknownObject: Failure(404, "not_found", param="id"),
     UnknownRequest: Failure(404, "request_not_found", param="request_id"),
     AdapterMissing: Failure(404, "adapter_not_found"),
     BodyTooSlow: Failure(408, "request_timeout", headers={"Connection": "close"}),
     FolderInUse: Failure(409, "folder_in_use"),
     Unavailable: Failure(409, "unavailable"),
     BodyTooLarge: Failure(413, "request_too_large"),
+    FileTooLarge: Failure(413, "file_too_large"),
     NotFinite: Failure(422, "not_finite", param="model"),  # not 5xx: clients would send it again, and get the same
     EngineFull: Failure(429, "engine_full", "rate_limit_error", headers={"Retry-After": "1"}),
+    ModelError: Failure(422, "invalid_model", param="model"),  # nor would these files load a second time
     CheckpointError: Failure(500, "checkpoint_failed", "server_error"),
+    NoMemory: Failure(503, "no_memory", "server_error", param="model", headers={"Retry-After": "5"}),
     EngineStopped: Failure(503, "engine_stopped", "server_error"),
     Draining: Failure(503, "draining", "server_error", headers={"Connection": "close"}),
     # OpenAI's clients repeat what failed with 5xx, and would wait as long again for nothing

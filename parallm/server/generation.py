@@ -60,6 +60,8 @@ class ResponseContext:
     """Takes the completions that the policy is to learn from; set by `respond`."""
     num_running: int = 0
     """Completions that decoded when the request came."""
+    on_tokens: Callable[[], None] | None = None
+    """Called as tokens come, of whole answers, too; None: those come at once."""
 
     @property
     def token_text(self) -> Callable[[int], str]:
@@ -153,7 +155,7 @@ async def respond(
 async def _respond_whole(service: Service, http: Request, builder: ResponseBuilder) -> Response:
     """Errors of any prompt fail the whole response and abort the others."""
     context = builder.context
-    completions = await while_connected(http.receive, _generate_all(service.gateway, context.requests))
+    completions = await while_connected(http.receive, _generate_all(service.gateway, context))
     model = answered_by(context.requests[0].model, completions[0][0], service.catalog())
     seconds = _seconds_to_write(completions)
     answer = await service.workers.run_if_long(partial(builder.whole, model, completions), seconds=seconds)
@@ -184,13 +186,32 @@ async def _respond_stream(service: Service, http: Request, context: ResponseCont
     )
 
 
-async def _generate_all(gateway: EngineGateway, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
+async def _generate_all(gateway: EngineGateway, context: ResponseContext) -> list[list[Completion]]:
+    on_tokens = context.on_tokens
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(gateway.generate(request)) for request in requests]
+            tasks = [
+                group.create_task(
+                    gateway.generate(request) if on_tokens is None else _collected(gateway, request, on_tokens)
+                )
+                for request in context.requests
+            ]
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from errors
     return [task.result() for task in tasks]
+
+
+async def _collected(
+    gateway: EngineGateway, request: GenerationRequest, on_tokens: Callable[[], None]
+) -> list[Completion]:
+    completions = []
+    async with aclosing(gateway.stream(request)) as events:
+        async for event in events:
+            if event.tokens:
+                on_tokens()
+            if event.completion is not None:
+                completions.append(event.completion)
+    return sorted(completions, key=lambda completion: completion.index)
 
 
 async def _next(events: Events) -> NumberedEvent:

@@ -4,13 +4,16 @@
 """
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
 from parallm.conversation import ChatPrompt, GrammarSource, PromptEnd, Section, ToolCall
+from parallm.registry.records import Loaded, Named, Overlay
 from parallm.reports import TrajectoryReport
 from parallm.server.control.replica_schemas import JoinAnswer, JoinBody, ReceivedVersion
+from parallm.tensors import Actions, ActRequest, Arrays, PolicyCard, Signature
 from parallm.types import (
     AdapterCard,
     Completion,
@@ -76,6 +79,10 @@ class OutputFormat(Protocol):
         """All texts that begin or end a section."""
 
     @property
+    def reasoning_marks(self) -> tuple[str, str] | None:
+        """Marks before and after reasoning; None if the model has none."""
+
+    @property
     def tool_marks(self) -> tuple[str, str] | None:
         """Marks before and after a tool call; None if the model's notation is unknown."""
 
@@ -91,6 +98,10 @@ class Tokenizer(Protocol):
     @property
     def template_variables(self) -> frozenset[str]:
         """Variables of the chat template that a client may set."""
+
+    @property
+    def template_source(self) -> str:
+        """The chat template, that for calls of tools if there are several; empty without one."""
 
     @property
     def end_token(self) -> int:
@@ -213,6 +224,75 @@ class Encoder(Protocol):
 
         Raises InvalidRequest, UnknownModel, EngineFull, NotFinite.
         """
+
+
+class TensorModels(Protocol):
+    """Interface of `tasks.actor.Actor` and `tasks.predictor.Predictor`: named arrays through a model."""
+
+    def signature(self, model: str) -> Signature:
+        """Return the inputs and outputs of an exact version. Raises UnknownModel, Unavailable."""
+
+    async def predict(self, model: str, inputs: Arrays, outputs: Sequence[str]) -> Arrays:
+        """Return these outputs. Raises UnknownModel, Unavailable, InvalidRequest, EngineFull, NotFinite."""
+
+
+class Actor(TensorModels, Protocol):
+    """Interface of `tasks.actor.Actor`: policy nets and their actions."""
+
+    def cards(self) -> tuple[PolicyCard, ...]:
+        """Return every version in memory."""
+
+    def card(self, model: str) -> PolicyCard:
+        """Return the card of `agent`, its newest version, or of `agent@3`. Raises UnknownModel."""
+
+    async def publish(self, name: str, weights: bytes) -> PolicyCard:
+        """Publish a safetensors file as the next version of `name`. Raises InvalidRequest."""
+
+    def unload(self, model: str) -> None:
+        """Forget all of a name, or one version. Raises UnknownModel, InvalidRequest."""
+
+    async def act(self, request: ActRequest) -> Actions:
+        """Return an action for each row. Raises UnknownModel, InvalidRequest, EngineFull, NotFinite."""
+
+
+class Models(Protocol):
+    """The models of the catalogue beside the process's own, whose names are those of `Service.catalog`.
+
+    Requests that load a model by its name do so before they reach a route. Methods raise UnknownModel for a name that
+    is not registered, InvalidRequest for what is no name, and NotStored.
+    """
+
+    @property
+    def folder(self) -> Path:
+        """Return the folder of this user's catalogue, blobs and created models."""
+
+    async def names(self) -> tuple[Named, ...]: ...
+    async def describe(self, name: str) -> Named: ...
+    def loaded(self) -> tuple[Loaded, ...]:
+        """Return what is in memory, on its way there or out of it."""
+
+    async def load(self, name: str, *, keep_alive: float | None = None, is_pinned: bool | None = None) -> None:
+        """Return when the model is in memory. Raises ModelError, NoMemory.
+
+        It stays for `keep_alive` seconds after its last request; negative: until its memory is needed, None: as the
+        settings say. A pinned one stays until it is unloaded; None leaves a pin as it is.
+        """
+
+    async def unload(self, name: str) -> None:
+        """Return when the model has left memory, after its answers have ended. Raises Unavailable for the process's
+        own model."""
+
+    async def copy(self, source: str, destination: str) -> None:
+        """Let `destination` mean what `source` means."""
+
+    async def delete(self, name: str) -> None:
+        """Forget a name, and with its last name the files of a model that was created here."""
+
+    async def create(self, name: str, source: str, overlay: Overlay | None = None) -> Named:
+        """Let `name` mean a name, a hub id in the cache or a folder. Raises ModelError."""
+
+    async def scan(self) -> tuple[str, ...]:
+        """Register what is on the disk now. Returns the new names."""
 
 
 class Device(Protocol):

@@ -14,15 +14,20 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from parallm import __version__
+from parallm.jobs.records import Batch, FileObject, FineTuningJob
 from parallm.server.control import replica_schemas as replicas
 from parallm.server.control import routes_adapters as adapters
 from parallm.server.control import routes_engine as engine
 from parallm.server.control import routes_splits as splits
 from parallm.server.control import routes_training as training
 from parallm.server.control import routes_trajectories as trajectories
-from parallm.server.dialects import native, sglang, tei, trl, vllm
+from parallm.server.dialects import kserve, native, sglang, tei, trl, vllm
 from parallm.server.dialects import routes_identity as identity
 from parallm.server.dialects import routes_tokenize as tokenize
+from parallm.server.jobs import schemas as jobs
+from parallm.server.ollama import cards as ollama_cards
+from parallm.server.ollama import routes_models as ollama_models
+from parallm.server.ollama import schemas as ollama
 from parallm.server.openai.chat_schemas import ChatAnswer, ChatBody
 from parallm.server.openai.completion_schemas import CompletionAnswer, CompletionBody
 from parallm.server.openai.responses_schemas import ResponseAnswer, ResponseBody
@@ -31,11 +36,14 @@ from parallm.server.operation.auth import ROLES, Role
 from parallm.server.schemas import Done, ErrorAnswer
 from parallm.server.tasks import routes_classify as classify
 from parallm.server.tasks import routes_embeddings as embeddings
+from parallm.server.tasks import routes_predict as prediction
 from parallm.server.tasks import routes_rank as rank
 from parallm.server.tasks import routes_rewards as rewards
+from parallm.server.tasks import routes_rl as rl
 
 DESCRIPTION = """A language model that is served while it learns. Fields are honoured or refused by name, never ignored.
-Every error has the form of `ErrorAnswer`; `/generate` has those of the dialect that asks.
+Every error has the form of `ErrorAnswer`; `/generate` has those of the dialect that asks, and those of Ollama's routes
+are `{"error": "text"}`.
 
 **Models.** `base`, `policy` (the version that is served), `policy@12`, `latest`, and aliases such as `best`; of another
 adapter `poet`, `poet@3`, `poet@best`. `GET /v1/models` has them all. `model` in an answer is the exact version, and
@@ -96,8 +104,11 @@ class Row:
     """Statuses beside those that follow from the role and the body."""
     events: str = "events `data: JSON`, the last one `data: [DONE]`"
     """Form of a stream, for a body that can ask for one."""
+    stream_type: str = "text/event-stream"
+    """Media type of a stream."""
 
 
+LINES = "lines of JSON, the last one with `done: true`"
 MESSAGES = [{"role": "user", "content": "2 + 3?"}]
 CHAT = {"model": "policy", "messages": MESSAGES}
 TEXT = {"model": "policy", "prompt": "2 + 3 ="}
@@ -106,6 +117,14 @@ FOLDER = {"name": "poet", "path": "poet/adapter"}
 SUM_FORMAT = {"type": "json_schema", "json_schema": {"name": "sum", "schema": SUM_SCHEMA}}
 ADD = {"type": "function", "function": {"name": "add", "parameters": SUM_SCHEMA}}
 VERSION = {"name": "poet", "version": 3}
+PROCESS = {
+    "status": "running",
+    "pid": 4321,
+    "version": "0.1.0",
+    "uptime_seconds": 12.5,
+    "num_running": 1,
+    "num_waiting": 0,
+}
 STATUS = {"state": "paused", "step": 4, "total_steps": 200, "version": 4, "metrics": {"reward/mean": 0.61}}
 TRAINER = {
     "api": replicas.API,
@@ -145,13 +164,36 @@ MODE = {
     "description": "Treatment of running requests.",
     "schema": {"type": "string", "enum": ["abort", "wait", "keep"], "default": "abort"},
 }
+OBSERVATION = {"shape": [1, 4], "datatype": "FP32", "data": [0.1, 0.0, -0.2, 0.0]}
 NAME = {"name": "name", "in": "query", "description": "Name of the adapter.", "schema": {"type": "string"}}
+AFTER = {"name": "after", "in": "query", "description": "Id of the last object before.", "schema": {"type": "string"}}
+LIMIT = {"name": "limit", "in": "query", "description": "Most objects to show.", "schema": {"type": "integer"}}
+PURPOSE = {
+    "name": "purpose",
+    "in": "query",
+    "description": "Purpose of the files to show.",
+    "schema": {"type": "string", "enum": ["fine-tune", "batch", "batch_output"]},
+}
+ORDER = {
+    "name": "order",
+    "in": "query",
+    "description": "Newest or oldest first.",
+    "schema": {"type": "string", "enum": ["desc", "asc"], "default": "desc"},
+}
+GRADER = {
+    "type": "string_check",
+    "name": "sum",
+    "input": "{{sample.output_text}}",
+    "operation": "like",
+    "reference": "#### {{item.reference_answer}}",
+}
 
 _DOCUMENTS: Mapping[str, Row] = {
     "GET /health": Row(answer_example={"status": "ok", "model_loaded": True, "num_running": 3, "num_waiting": 0}),
     "GET /ready": Row(answer_example={"status": "ready"}),
     "GET /metrics": Row(media_type="text/plain"),
     "GET /v1/metrics": Row(answer_example=METRICS),
+    "GET /v1/status": Row(answer_example=PROCESS),
     "GET /v1/models, GET /models": Row((), (ModelList,)),
     "GET /v1/models/{name}": Row((), (ModelEntry,)),
     "POST /v1/completions": Row(
@@ -282,6 +324,38 @@ _DOCUMENTS: Mapping[str, Row] = {
         answer_example=[0.9, 0.1],
     ),
     "GET /info": Row(answer_example={"model_id": "nano", "model_type": {"embedding": {"pooling": "mean"}}}),
+    "POST /v1/rl/act, POST /v1/rl/rollout": Row(
+        (rl.ActBody,),
+        (rl.ActAnswer,),
+        {"model": "agent", "observations": [[0.1, 0.0, -0.2, 0.0]], "seed": 7},
+        {"a tensor of an exact version": {"model": "agent@1", "observations": {"obs": OBSERVATION}, "encoding": "b64"}},
+        errors=(422,),
+    ),
+    "POST /v1/predict": Row(
+        (prediction.PredictBody,),
+        (prediction.PredictAnswer,),
+        {"model": "agent", "inputs": {"obs": OBSERVATION}, "outputs": ["logits"]},
+        {"rows alone": {"model": "agent@1", "inputs": [[0.1, 0.0, -0.2, 0.0]], "encoding": "b64"}},
+        errors=(422,),
+    ),
+    "GET /v2": Row((), (kserve.ServerMetadata,)),
+    "GET /v2/health/live": Row(answer_example={"live": True}),
+    "GET /v2/health/ready": Row(answer_example={"ready": True}),
+    "GET /v2/models/{name}, GET /v2/models/{name}/versions/{version}": Row(
+        (), (kserve.ModelMetadata,), errors=(404, 409)
+    ),
+    "GET /v2/models/{name}/ready, GET /v2/models/{name}/versions/{version}/ready": Row(
+        answer_example={"name": "agent", "ready": True}, errors=(404, 409)
+    ),
+    "POST /v2/models/{name}/infer, POST /v2/models/{name}/versions/{version}/infer": Row(
+        (kserve.InferBody,),
+        (kserve.InferAnswer,),
+        {"inputs": [{"name": "obs", **OBSERVATION}], "outputs": [{"name": "logits"}]},
+        errors=(422,),
+    ),
+    "GET /v1/rl/policies": Row((), (rl.PolicyList,), errors=(409,)),
+    "PUT /v1/rl/policies/{name}": Row((), (rl.PolicyEntry,), body_type="application/octet-stream"),
+    "DELETE /v1/rl/policies/{model}": Row((), (Done,)),
     "GET /v1/trajectories": Row((), (trajectories.TrajectoryList,)),
     "POST /v1/trajectories/{trajectory_id}/reward": Row(
         (trajectories.TrajectoryRewardBody,),
@@ -333,11 +407,88 @@ _DOCUMENTS: Mapping[str, Row] = {
     ),
     "POST /tokenize": Row((tokenize.TokenizeBody,), (tokenize.TokensOfText,), {"prompt": "2 + 3"}),
     "POST /detokenize": Row((tokenize.DetokenizeBody,), (tokenize.TextOfTokens,), {"tokens": [17, 10, 18]}),
+    "POST /v1/files": Row((), (FileObject,), body_type=FORM, errors=(400, 408, 409, 413, 507)),
+    "GET /v1/files": Row((), (jobs.FileList,), parameters=(PURPOSE, AFTER, LIMIT, ORDER), errors=(400, 404, 409)),
+    "GET /v1/files/{file_id}": Row((), (FileObject,), errors=(404, 409)),
+    "GET /v1/files/{file_id}/content": Row(media_type="application/octet-stream", errors=(404, 409)),
+    "DELETE /v1/files/{file_id}": Row((), (jobs.FileDeleted,), errors=(404, 409)),
+    "POST /v1/batches": Row(
+        (jobs.BatchBody,),
+        (Batch,),
+        {"input_file_id": "file-5f0c1a", "endpoint": "/v1/chat/completions", "completion_window": "24h"},
+        errors=(507,),
+    ),
+    "GET /v1/batches": Row((), (jobs.BatchList,), parameters=(AFTER, LIMIT), errors=(400, 404, 409)),
+    "GET /v1/batches/{batch_id}": Row((), (Batch,), errors=(404, 409)),
+    "POST /v1/batches/{batch_id}/cancel": Row((), (Batch,), errors=(400, 404, 409)),
+    "POST /v1/fine_tuning/jobs": Row(
+        (jobs.FineTuningBody,),
+        (FineTuningJob,),
+        {"model": "base", "training_file": "file-5f0c1a", "suffix": "sums"},
+        {
+            "problems with a grader": {
+                "model": "base",
+                "training_file": "file-5f0c1a",
+                "method": {"type": "reinforcement", "reinforcement": {"grader": GRADER}},
+            },
+            "an environment of this server": {
+                "model": "base",
+                "method": {
+                    "type": "reinforcement",
+                    "reinforcement": {"grader": {"type": "environment", "name": "arithmetic"}},
+                },
+            },
+        },
+        errors=(507,),
+    ),
+    "GET /v1/fine_tuning/jobs": Row((), (jobs.JobList,), parameters=(AFTER, LIMIT)),
+    "GET /v1/fine_tuning/jobs/{job_id}/events": Row((), (jobs.EventList,), parameters=(AFTER, LIMIT)),
+    "GET /v1/fine_tuning/jobs/{job_id}/checkpoints": Row((), (jobs.CheckpointList,), parameters=(AFTER, LIMIT)),
+    "GET /v1/fine_tuning/jobs/{job_id}, POST /v1/fine_tuning/jobs/{job_id}/cancel": Row((), (FineTuningJob,)),
+    "POST /v1/fine_tuning/jobs/{job_id}/pause, POST /v1/fine_tuning/jobs/{job_id}/resume": Row((), (FineTuningJob,)),
     "GET /get_world_size, GET /get_world_size/": Row((), (identity.WorldSize,)),
     "GET /weight_info, GET /get_weight_version": Row((), (identity.WeightVersion,)),
     "GET /model_info, GET /get_model_info": Row((), (identity.ModelInfo,)),
     "GET /health_generate": Row((), (Done,)),
     ", ".join(f"POST {path}" for path in identity.ABSENT_PATHS): Row(),
+    "GET /, HEAD /": Row(media_type="text/plain"),
+    "GET /api/version, HEAD /api/version": Row((), (ollama_models.VersionAnswer,)),
+    "GET /api/tags, HEAD /api/tags": Row((), (ollama_cards.ModelTags,)),
+    "GET /api/ps": Row((), (ollama_cards.LoadedModels,)),
+    "GET /api/status": Row((), (ollama_models.CloudStatus,)),
+    "POST /api/show": Row((ollama_models.ShowBody,), (ollama_cards.ModelPage,), {"model": "policy:latest"}),
+    "POST /api/generate": Row(
+        (ollama.OllamaGenerateBody,),
+        (ollama.OllamaGenerateAnswer,),
+        {"model": "policy", "prompt": "2 + 3?", "options": {"num_predict": 8, "temperature": 0}},
+        {
+            "the model is loaded": {"model": "policy"},
+            "a raw prompt": {"model": "policy", "prompt": "2 + 3 =", "raw": True, "stream": False},
+        },
+        events=LINES,
+        stream_type="application/x-ndjson",
+    ),
+    "POST /api/chat": Row(
+        (ollama.OllamaChatBody,),
+        (ollama.OllamaChatAnswer,),
+        {"model": "policy:latest", "messages": MESSAGES, "think": False},
+        {
+            "JSON of a schema": {"model": "policy", "messages": MESSAGES, "format": SUM_SCHEMA, "keep_alive": "5m"},
+            "functions": {"model": "policy", "messages": MESSAGES, "tools": [ADD], "stream": False},
+        },
+        events=LINES,
+        stream_type="application/x-ndjson",
+    ),
+    "POST /api/embed": Row(
+        (ollama.OllamaEmbedBody,),
+        (ollama.OllamaEmbedAnswer,),
+        {"model": "base", "input": ["2 + 3", "a sum"]},
+        {"shorter vectors": {"model": "base", "input": "2 + 3", "dimensions": 1}},
+    ),
+    "POST /api/embeddings": Row(
+        (ollama.OllamaEmbeddingsBody,), (ollama.OllamaEmbeddingsAnswer,), {"model": "base", "prompt": "2 + 3"}
+    ),
+    ", ".join(f"POST {path}" for path in ollama_models.CLOUD_PATHS): Row(),
 }
 DOCUMENTS = {row: document for rows, document in _DOCUMENTS.items() for row in rows.split(", ")}
 """The document of each route."""
@@ -422,7 +573,7 @@ def _answer_content(document: Row) -> dict[str, Any]:
     content: dict[str, Any] = {JSON: {"schema": _any_of(document.answers), **example}}
     if any("stream" in body.model_fields for body in document.bodies):
         events = {"type": "string", "description": f"With `stream`: {document.events}."}
-        content["text/event-stream"] = {"schema": events}
+        content[document.stream_type] = {"schema": events}
     return content
 
 

@@ -4,17 +4,22 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from parallm.jobs.jobs import Jobs
+from parallm.registry.records import Model
 from parallm.reports import TrainingStatus
 from parallm.server.catalog import resolved
 from parallm.server.control.traffic_splits import TrafficSplits, VersionStatistics
 from parallm.server.engine_gateway import CompletionListener, EngineGateway
 from parallm.server.interfaces import (
+    Actor,
     Adapters,
     Device,
     Encoder,
     EngineClient,
+    Models,
     ReplicaHost,
     RewardModels,
+    TensorModels,
     Tokenizer,
     Training,
     Trajectories,
@@ -25,6 +30,16 @@ from parallm.server.operation.tracing import Traces
 from parallm.server.request_limits import BodyBudget, WorkerPool
 from parallm.server.settings import ServerSettings
 from parallm.types import POLICY, AdapterCard, Completion, GenerationRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnBase:
+    """The base that this process was started with, as lists of models show it."""
+
+    model: Model
+    num_bytes: int
+    """Memory of its weights."""
+    is_on_accelerator: bool
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -57,8 +72,18 @@ class Service:
     """Loaded reward models, by name."""
     encoder: Encoder | None = None
     """Vectors of texts; without one, their route answers that this process makes none."""
+    actor: Actor | None = None
+    """Policy nets; without one, their routes answer that this process has none."""
+    predictor: TensorModels | None = None
+    """Arrays through the language model; without one, `/v1/predict` knows policy nets alone."""
     replica: ReplicaHost | None = None
     """This server as a rollout engine of a trainer; without one, its routes answer that it cannot be one."""
+    base: OwnBase | None = None
+    """Description of the base, where `server.ollama` is on."""
+    models: Models | None = None
+    """Models of the catalogue, which requests load by name; without them this process has one."""
+    jobs: Jobs | None = None
+    """Files, batches and jobs; without them, their routes answer that this process keeps none."""
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
     """Sampling defaults of OpenAI's routes, by the names of their fields."""
 

@@ -67,10 +67,14 @@ class ServerSettings:
     """Answer HTTP at all."""
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 is every address of this machine and needs keys."""
-    port: int = Field(default=8000, ge=0, le=65535)
-    """0 picks a free port and prints it."""
+    port: int | None = Field(default=8000, ge=0, le=65535)
+    """0 picks a free port and prints it; null listens on `uds` alone."""
     uds: str | None = None
-    """Path of a unix socket to listen on instead of host and port, which stay at their defaults then."""
+    """Path of a unix socket to listen on beside host and port; `auto` is the one where `parallm` looks for a server."""
+    uds_mode: Literal[600, 660, 666] = 600
+    """Mode of the unix socket, as chmod takes it; one that lets others than its owner connect needs keys."""
+    ollama: bool = False
+    """Answer Ollama's routes below `/api`, too; programs that expect Ollama's port want `server.port=11434`."""
     ssl_certfile: str | None = None
     """Certificate chain in PEM: HTTPS instead of HTTP."""
     ssl_keyfile: str | None = None
@@ -127,6 +131,8 @@ class ServerSettings:
     """Make tokens of the texts of control tokens in raw prompts; in the contents of chats they stay text."""
     max_body_bytes: int = Field(default=4 * 1024 * 1024, ge=1024)
     """Larger request bodies are refused before they are read as JSON."""
+    max_answer_bytes: int = Field(default=16 * 1024 * 1024, ge=1024)
+    """Bytes of all tensors in an answer of `/v1/predict`, `/v1/rl/act` and `/v2`."""
     max_grammar_bytes: int = Field(default=64 * 1024, ge=1)
     """Bytes of a schema, a regular expression, choices, or the schemas of all tools that a model is made to call."""
     max_grammar_seconds: float = Field(default=10.0, gt=0)

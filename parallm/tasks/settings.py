@@ -1,9 +1,13 @@
-"""Settings of vectors and scores of texts."""
+"""Settings of vectors and scores of texts, and of policy nets."""
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from parallm.settings import settings
 from parallm.types import Pooling
+
+PolicyNetName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.:-]{0,127}$")]
 
 
 @settings
@@ -23,3 +27,6 @@ class TaskSettings:
     score_tokens: tuple[str, ...] = ()
     """The words whose logits after that text are the score, the first one's minus the second one's, such as [yes, no];
     empty: those of the family, or the head in the model's folder."""
+    policies: dict[PolicyNetName, str] = Field(default_factory=dict)
+    """Policy nets of `/v1/rl/act` to serve from the start, by name: a folder with config.json and model.safetensors,
+    perhaps signature.json."""

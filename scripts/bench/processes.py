@@ -35,10 +35,13 @@ TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
 def clean_environment() -> dict[str, str]:
-    """Our environment without what loading a BLAS has set, with our packages wherever the program starts."""
+    """Our environment without the user's configuration file and what loading a BLAS has set, with our packages."""
     kept = {key: value for key, value in os.environ.items() if key not in {"MKL_CBWR", *PEER}}
     paths = [str(ROOT), str(SCRIPTS), *kept.get("PYTHONPATH", "").split(os.pathsep)]
-    return kept | {"PYTHONPATH": os.pathsep.join(dict.fromkeys(path for path in paths if path))}
+    return kept | {
+        "PARALLM_CONFIG": "off",
+        "PYTHONPATH": os.pathsep.join(dict.fromkeys(path for path in paths if path)),
+    }
 
 
 def foreign_environment() -> dict[str, str]:

@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from parallm.client import ApiError, AsyncClient, Client, Generated
+from parallm.client.calls import Call
 from parallm.reports import SplitReport, TrainingStatus, TrajectoryReport, VersionReport
 from parallm.types import AdapterCard, GivenUpdate, WeightSpan
 
@@ -250,7 +251,7 @@ def test_both_clients_have_the_same_methods() -> None:
         return {name: list(inspect.signature(one).parameters) for name, one in found if not name.startswith("_")}
 
     assert methods(Client) == methods(AsyncClient)
-    assert {case[0] for case in CASES} == methods(Client).keys() - {"close"}
+    assert {case[0] for case in CASES} == methods(Client).keys() - {"close", "send", "events"}
 
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
@@ -382,3 +383,35 @@ def test_a_client_of_its_own_is_made_with_the_time_and_the_certificates(monkeypa
 def test_the_client_loads_no_mlx() -> None:
     script = "import sys, parallm.client; sys.exit('mlx.core' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+STREAM = b'data: {"text": "a"}\n\ndata: {"text": "b"}\n\ndata: [DONE]\n\n'
+
+
+def answering(status: int, content: bytes) -> httpx.MockTransport:
+    return httpx.MockTransport(lambda request: httpx.Response(status, content=content))
+
+
+def events_of(kind: str, transport: httpx.MockTransport) -> list[str]:
+    """Return the texts of a stream's events, read by either client."""
+    call = Call("POST", "/v1/completions", lambda event: str(event["text"]), {})
+    if kind == "sync":
+        with Client("http://localhost", http=httpx.Client(transport=transport)) as client:
+            return list(client.events(call))
+
+    async def read() -> list[str]:
+        async with AsyncClient("http://localhost", http=httpx.AsyncClient(transport=transport)) as client:
+            return [event async for event in client.events(call)]
+
+    return asyncio.run(read())
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_the_events_of_a_stream_come_one_by_one_and_an_error_ends_them(kind: str) -> None:
+    assert events_of(kind, answering(200, STREAM)) == ["a", "b"]
+    with pytest.raises(ApiError, match="no luck") as late:
+        events_of(kind, answering(200, b'data: {"error": {"message": "no luck", "code": "draining"}}\n\n'))
+    assert late.value.code == "draining"
+    with pytest.raises(ApiError, match="no such model") as early:
+        events_of(kind, answering(404, b'{"error": {"message": "no such model"}}'))
+    assert early.value.status == 404

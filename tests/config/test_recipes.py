@@ -105,14 +105,14 @@ def test_the_exit_code_is_that_of_the_run(tmp_path: Path) -> None:
 
 def test_an_unknown_recipe_is_named_with_the_choices_and_leaves_nothing(tmp_path: Path) -> None:
     result = call(tmp_path, "+recipe=gsm8k_gpo")
-    assert result.returncode == 2
+    assert result.returncode == 78
     assert result.stderr.startswith("parallm: recipe: 'gsm8k_gpo' is unknown, did you mean gsm8k_grpo? choices: ")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_misspelt_key_stops_the_command_and_leaves_no_run_folder(tmp_path: Path) -> None:
     result = call(tmp_path, "learner.learning_rat=1", "trainer.step=3")
-    assert result.returncode == 2
+    assert result.returncode == 78
     assert [line.split()[1] for line in result.stderr.splitlines()] == ["learner.learning_rat:", "trainer.step:"]
     assert list(tmp_path.iterdir()) == []
 
@@ -121,7 +121,7 @@ def test_misspelt_parts_and_choices_stop_the_command(tmp_path: Path) -> None:
     parts = call(tmp_path, "lerner.preset=dapo", "sed=3")
     assert [line.split()[1] for line in parts.stderr.splitlines()] == ["lerner:", "sed:"]
     choice = call(tmp_path, "server=locale")
-    assert (parts.returncode, choice.returncode) == (2, 2)
+    assert (parts.returncode, choice.returncode) == (78, 78)
     assert "server: 'locale' is unknown, did you mean local? choices: local, network, off" in choice.stderr
 
 
@@ -236,7 +236,7 @@ def test_commands_run_beside_a_broken_recipe(tmp_path: Path) -> None:
     (tmp_path / "recipes" / "bad.yaml").write_text("learner: {preset: dapo\n")
     assert call(tmp_path).returncode == 0
     asked = call(tmp_path, "+recipe=bad")
-    assert (asked.returncode, len(asked.stderr.splitlines())) == (2, 1)
+    assert (asked.returncode, len(asked.stderr.splitlines())) == (78, 1)
     assert asked.stderr.startswith("parallm: recipe recipes/bad.yaml cannot be read: line 2, column 1: ")
 
 

@@ -138,7 +138,7 @@ def test_a_key_is_asked_for_by_name(
     train("right", "trainer.steps=1", urls=[one.url]).finish()
     monkeypatch.setenv("PARALLM_API_KEY", "fedcba9876543210")
     wrong = train("wrong", "trainer.steps=1", urls=[one.url])
-    assert wrong.process.wait(60) == 2
+    assert wrong.process.wait(60) == 78
     assert f"{one.url}: the API key is not one of this server's; set PARALLM_API_KEY to its key" in wrong.output
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 from mlx_lm.models.llama import Model, ModelArgs
 from mlx_lm.utils import load_tokenizer
@@ -20,10 +21,11 @@ from parallm.model import load
 from parallm.model.adapters.adapter import Adapter
 from parallm.model.adapters.table import AdapterTable
 from parallm.model.chat.tokenizer import ChatTokenizer
-from parallm.model.kernels import cuda
+from parallm.model.kernels import add_norm, cuda, quantized_gemm
 from parallm.model.kernels.all_sum import PeerMemory
 from parallm.model.kernels.compiler import Defines, Specialization
 from parallm.model.load import NANO, share_model
+from parallm.model.lora import segmented
 from parallm.model.settings import ModelSettings
 from parallm.model.shared_model import SharedModel
 from parallm.model.tensor_parallel import Ranks
@@ -72,15 +74,18 @@ def model(launched: dict[Specialization, None]) -> SharedModel:
     return shared
 
 
-@pytest.mark.parametrize("versions", [0, 1, 2])
+@pytest.mark.parametrize(("versions", "adds_lora"), [(0, False), (1, False), (1, True), (2, False), (2, True)])
 def test_an_engine_launches_what_is_listed(
     versions: int,
+    adds_lora: bool,
     model: SharedModel,
     launched: dict[Specialization, None],
     make_engine: Callable[..., Engine],
     random_adapter: Callable[..., Adapter],
     ask: Callable[..., GenerationRequest],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(add_norm, "TAKES_LORA", adds_lora)
     listed = engine_kernels(model, random_adapter(model, 1, rank=8), EngineSettings())
     assert launched == {}
     table = AdapterTable()
@@ -104,6 +109,41 @@ def test_an_engine_launches_what_is_listed(
     }
     assert [kernel for kernel in launched if kernel not in listed] == []
     assert len(launched) > 15, "a list of a few kernels would not do"
+    assert any(name == "add_norm" and dict(defines)["HAS_LORA"] for name, defines in launched) == adds_lora
+
+
+@pytest.mark.parametrize("versions", [0, 1])
+def test_an_engine_of_packed_weights_launches_what_is_listed(
+    versions: int,
+    launched: dict[Specialization, None],
+    make_engine: Callable[..., Engine],
+    random_adapter: Callable[..., Adapter],
+    ask: Callable[..., GenerationRequest],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(quantized_gemm, "ON_TENSOR_CORES", True)
+    monkeypatch.setattr(segmented, "TAKES_TOKENS_AS_WEIGHTS", True)
+    shape = SHAPE | {"intermediate_size": 256, "vocab_size": 392}
+    base = Model(ModelArgs.from_dict(shape))
+    base.set_dtype(mx.bfloat16)
+    nn.quantize(base, group_size=64, bits=4)
+    packed = share_model(base, shape, ChatTokenizer(load_tokenizer(NANO)), ModelSettings(quantized="packed"))
+    launched.clear()
+    listed = engine_kernels(packed, random_adapter(packed, 1, rank=8), EngineSettings())
+    table = AdapterTable()
+    if versions:
+        table.publish(random_adapter(packed, 1, rank=8))
+    engine = make_engine(packed, table=table)
+    for rows in (1, 7, 30, 130):
+        for row in range(rows):
+            engine.add(ask(f"{rows}-{row}", [1, 2, 3], 3, model="policy" if versions else "base"), False)
+        while step(engine):
+            pass
+    assert [kernel for kernel in launched if kernel not in listed] == []
+    products = [dict(defines) for name, defines in launched if name == "quantized_gemm"]
+    assert {True, False} - {versions > 0} <= {product["GATED"] for product in products}
+    assert {1, 4, 16} <= {product["TILES"] for product in products}
+    assert versions or not any(name == "small_batch_gemm" for name, _ in launched)
 
 
 def test_a_divided_engine_sums_by_a_kernel_and_adds_with_the_norm(

@@ -231,7 +231,10 @@ def test_a_server_frees_its_port_and_the_model_goes_on_and_can_serve_again(model
         assert probe.connect_ex(("127.0.0.1", port)) != 0
     assert model.chat("x", temperature=0, max_tokens=1).finish_reason == "length"
     with model.serve(port=port) as again:
-        assert over_http(again.url, "/v1/completions", prompt="x", temperature=0, max_tokens=1)["finish_reason"] == "length"
+        assert (
+            over_http(again.url, "/v1/completions", prompt="x", temperature=0, max_tokens=1)["finish_reason"]
+            == "length"
+        )
 
 
 def test_a_server_that_drains_leaves_calls_from_python_alone(model: parallm.Model) -> None:

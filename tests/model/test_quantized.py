@@ -13,7 +13,7 @@ from mlx_lm.utils import load_model
 
 from parallm.errors import ModelError
 from parallm.model import quantized
-from parallm.model.kernels import unpack
+from parallm.model.kernels import quantized_gemm, unpack
 from parallm.model.load import NANO, load_shared_model
 from parallm.model.quantized import UnpackingLinear, unpacked_bytes
 from parallm.model.settings import LoraSettings, ModelSettings
@@ -109,6 +109,24 @@ def test_cuda_multiplies_the_rows_of_a_step_as_one_matrix(
     found, expected = layer(x), nn.QuantizedLinear.__call__(layer, x)
     assert mx.array_equal(found, expected)
     assert [call.args[0].ndim for call in product.call_args_list] == [2, 3]
+
+
+def test_products_by_a_kernel_have_a_gradient(
+    tiny_quantized: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = load(tiny_quantized("starcoder2", bits=4), "packed").base.layers[0].mlp.c_fc.linear
+    x = mx.random.normal((2, 3, layer.weight.shape[1] * 8))
+
+    def multiply(x: mx.array, layer: nn.QuantizedLinear, *, is_whole: bool) -> mx.array:
+        return nn.QuantizedLinear.__call__(layer, x)[None]
+
+    monkeypatch.setattr(quantized, "on_cuda", lambda: True)
+    monkeypatch.setattr(quantized_gemm, "fits", lambda *_: True)
+    monkeypatch.setattr(quantized_gemm, "quantized_gemm", multiply)
+    plain = partial(nn.QuantizedLinear.__call__, layer)
+    assert mx.allclose(layer(x), plain(x), atol=1e-5)
+    found, expected = (mx.grad(lambda x, product=product: mx.sin(product(x)).sum())(x) for product in (layer, plain))
+    assert mx.allclose(found, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_a_backward_keeps_no_unpacked_weights(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gguf
 import mlx.core as mx
 import mlx_lm
 import pytest
@@ -45,6 +46,11 @@ ROOT = Path(__file__).parents[2]
 BLAS = load_blas(BlasSettings())
 NUM_TOKENS = 24
 Export = Callable[..., Path]
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 @pytest.fixture
@@ -166,6 +172,63 @@ def test_tokenizer_and_chat_template_are_those_of_the_base(export: Export) -> No
     fused = export() / "fused"
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert (fused / name).read_bytes() == (NANO / name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bits", "kind"), [("auto", None, "F32"), ("bfloat16", None, "BF16"), ("auto", 8, "Q8_0")]
+)
+def test_a_gguf_file_is_the_fused_model(
+    export: Export,
+    nano: SharedModel,
+    streams: DeviceStreams,
+    adapter: Adapter,
+    prompts: list[tuple[int, ...]],
+    tmp_path: Path,
+    dtype: str,
+    bits: int | None,
+    kind: str,
+) -> None:
+    model = {"adapter": str(tmp_path / "trained"), "dtype": dtype}
+    path = export(formats=["gguf"], model=model, quantize={"bits": bits}) / "fused.gguf"
+    reader = gguf.GGUFReader(path)
+    stored = {tensor.name: tensor for tensor in reader.tensors}
+    assert stored["blk.3.attn_q.weight"].tensor_type.name == kind
+    assert stored["blk.3.attn_norm.weight"].tensor_type.name == "F32"
+    assert reader.fields["general.architecture"].contents() == "llama"
+    assert reader.fields["general.name"].contents() == "nano"
+    fused = load_shared_model(ModelSettings(path=str(path)))
+    found, expected = (engine_tokens(one, streams, own, prompts) for one, own in ((fused, None), (nano, adapter)))
+    equal = [
+        one == other
+        for some, others in zip(found, expected, strict=True)
+        for one, other in zip(some, others, strict=True)
+    ]
+    assert sum(equal) / len(equal) > (0.5 if kind != "F32" else 0.999)  # one early difference changes the rest
+    assert fused.tokenizer.sha256 == nano.tokenizer.sha256
+
+
+def test_an_adapter_of_a_gguf_base_is_exported_with_it(export: Export, adapter: Adapter, tmp_path: Path) -> None:
+    first = export(formats=["gguf"], quantize={"bits": 8})
+    base = first.rename(tmp_path / "first") / "fused.gguf"
+    model = {"path": str(base), "adapter": str(tmp_path / "trained")}
+    output = export(formats=["fused", "gguf", "peft"], model=model)
+    fused, again = (load_shared_model(ModelSettings(path=str(output / name))) for name in ("fused", "fused.gguf"))
+    tokens = mx.array([[5, 300, 17, 9]])
+    assert mx.array_equal(fused.base(tokens), again.base(tokens))
+    assert fused.sha256 == again.sha256
+    assert fused.tokenizer.sha256 == again.tokenizer.sha256
+    assert read_adapter(output / "adapter_peft").digest == adapter.digest
+
+
+def test_what_a_gguf_file_cannot_hold_is_refused(
+    export: Export, nano: SharedModel, adapter: Adapter, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=r"quantize\.bits=4: a GGUF file is written with 8 bits"):
+        export(formats=["gguf"], quantize={"bits": 4})
+    write_mlx(replace(adapter, task=EMBED), tmp_path / "embeds", num_layers=nano.num_layers)
+    with pytest.raises(ConfigError, match="cannot be said in a GGUF file; leave gguf out"):
+        export(formats=["gguf"], model={"adapter": str(tmp_path / "embeds")})
+    assert not (tmp_path / "out").exists()
 
 
 def test_eight_bits_leave_most_tokens_as_they_were(

@@ -17,9 +17,10 @@ from parallm.conversation import ChatPrompt, Section, ToolCall
 from parallm.errors import ContextTooLong, EngineStopped, InvalidRequest, UnknownModel
 from parallm.model.chat.tokenizer import ChatTokenizer
 from parallm.model.load import NANO
+from parallm.registry.records import Model
 from parallm.reports import TrainingStatus
 from parallm.server.app import create_app
-from parallm.server.service import Service
+from parallm.server.service import OwnBase, Service
 from parallm.server.settings import ServerSettings
 from parallm.types import (
     AdapterCard,
@@ -65,6 +66,7 @@ class PlainOutput:
     """Of a model that marks nothing."""
 
     tool_marks = None
+    reasoning_marks = None
     marks = ()
 
     def reader(self, *, begins_in_reasoning: bool, has_tools: bool) -> PlainReader:
@@ -79,6 +81,7 @@ class CharacterTokenizer:
 
     output = PlainOutput()
     template_variables: frozenset[str] = frozenset()
+    template_source = ""
     end_token = END
     max_token_length = 5
 
@@ -306,6 +309,29 @@ def hermes() -> ChatTokenizer:
         return ChatTokenizer(load_tokenizer(Path(folder)))
 
 
+BASE_MODEL = OwnBase(
+    model=Model(
+        id=0,
+        source="nano",
+        folder="nano",
+        format="safetensors",
+        architecture="llama",
+        parameters=2_500_000,
+        quantization="F32",
+        context=512,
+        hidden=192,
+        vocabulary=128,
+        num_bytes=10_000_000,
+        digest="ab" * 32,
+        capabilities=("completion",),
+        license=None,
+        modified_at=1_700_000_000.0,
+    ),
+    num_bytes=11_000_000,
+    is_on_accelerator=False,
+)
+
+
 def make_app(engine: Any, tokenizer: Any, **fields: Any) -> FastAPI:
     """Return the application over a service with these fields, and with plain ones in place of the others."""
     plain: dict[str, Any] = {
@@ -313,6 +339,7 @@ def make_app(engine: Any, tokenizer: Any, **fields: Any) -> FastAPI:
         "status": lambda: TrainingStatus(state="serving"),
         "settings": ServerSettings(),
         "base_name": "nano",
+        "base": BASE_MODEL,
     }
     return create_app(Service(engine=engine, tokenizer=tokenizer, **(plain | fields)))
 
@@ -326,7 +353,13 @@ def application(engine: EchoEngine, tokenizer: Any) -> FastAPI:
             state="updating", step=4, total_steps=9, version=3, metrics={"loss": float("nan")}
         ),
         settings=ServerSettings(
-            max_n=8, max_completions=16, max_stop=4, max_top_logprobs=5, max_body_bytes=20_000, max_grammar_bytes=8_000
+            ollama=True,
+            max_n=8,
+            max_completions=16,
+            max_stop=4,
+            max_top_logprobs=5,
+            max_body_bytes=20_000,
+            max_grammar_bytes=8_000,
         ),
     )
 

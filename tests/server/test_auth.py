@@ -9,7 +9,7 @@ import pytest
 
 from parallm.errors import ConfigError
 from parallm.server.operation.auth import ROLES, read_keys
-from parallm.server.operation.sockets import ListenError, bind
+from parallm.server.operation.sockets import bind
 from parallm.server.settings import ApiKey, KeyRole, ServerSettings
 from tests.server.conftest import make_app
 
@@ -121,7 +121,7 @@ def test_a_name_stands_for_one_key() -> None:
 
 
 def test_other_machines_are_not_let_in_without_a_key() -> None:
-    with pytest.raises(ListenError, match=r"no keys; name one with 'server.api_keys=.*server.host=127.0.0.1"):
+    with pytest.raises(ConfigError, match=r"no keys; name one with 'server.api_keys=.*with 127.0.0.1"):
         bind(ServerSettings(host="0.0.0.0", port=0))
     bind(ServerSettings(host="0.0.0.0", port=0, control_routes=False)).close()
     bind(ServerSettings(host="0.0.0.0", port=0, api_keys=(stored("admin"),))).close()

@@ -18,7 +18,7 @@ FREE_PORT = ServerSettings(port=0)
 
 def test_a_port_in_use_is_named_with_the_way_out() -> None:
     with bind(FREE_PORT) as taken, pytest.raises(ParallmError, match=r"127.0.0.1:\d+ is in use.*server.port=0"):
-        bind(ServerSettings(port=taken.getsockname()[1]))
+        bind(ServerSettings(port=urlsplit(taken.url).port))
 
 
 def test_an_address_of_another_machine_is_refused() -> None:

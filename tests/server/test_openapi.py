@@ -14,11 +14,17 @@ TASK_PATHS = (
     *("/rerank", "/v1/rerank", "/v2/rerank", "/score", "/v1/score", "/classify", "/v1/classify", "/v1/classifications"),
 )
 """Paths that need an encoder; see `test_tasks.py`."""
+RL_PATHS = (
+    *("/v1/rl/act", "/v1/rl/rollout", "/v1/predict"),
+    *("/v2/models/{name}/infer", "/v2/models/{name}/versions/{version}/infer"),
+)
+"""Paths that need a policy net; see `test_rl.py` and `test_predict.py`."""
 NEED_AN_ANSWER = (
+    "POST /v1/batches",
     "POST /v1/rewards",
     "POST /v1/rewards/score",
     "POST /v1/trajectories/{trajectory_id}/reward",
-    *(f"POST {path}" for path in TASK_PATHS),
+    *(f"POST {path}" for path in (*TASK_PATHS, *RL_PATHS, "/api/embed", "/api/embeddings")),
 )
 
 

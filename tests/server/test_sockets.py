@@ -1,4 +1,5 @@
 import asyncio
+import os
 import shutil
 import socket
 import ssl
@@ -11,9 +12,12 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
+from parallm.errors import ConfigError
+from parallm.server.operation.auth import read_keys
 from parallm.server.operation.http_server import HttpServer
 from parallm.server.operation.sockets import ListenError, bind
-from parallm.server.settings import ServerSettings
+from parallm.server.settings import ApiKey, ServerSettings
+from tests.server.conftest import make_app
 
 
 async def health(app: FastAPI, settings: ServerSettings, **client_options: object) -> int:
@@ -29,31 +33,111 @@ async def health(app: FastAPI, settings: ServerSettings, **client_options: objec
 
 def test_a_unix_socket_is_for_its_owner_and_is_gone_afterwards(app: FastAPI, tmp_path: Path) -> None:
     path = tmp_path / "server"
-    settings = ServerSettings(uds=str(path), drain_seconds=0)
+    settings = ServerSettings(uds=str(path), port=None, drain_seconds=0)
     with bind(settings):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert path.exists()  # as after a crash
+    assert list(tmp_path.iterdir()) == []
+    crashed = socket.socket(socket.AF_UNIX)
+    crashed.bind(str(path))
+    crashed.close()
+    Path(f"{path}.lock").write_text("1")
     assert asyncio.run(health(app, settings, transport=httpx.AsyncHTTPTransport(uds=str(path)))) == 200
-    assert not path.exists()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_unix_socket_in_use_and_a_file_in_its_place_are_left_alone(tmp_path: Path) -> None:
-    settings = ServerSettings(uds=str(tmp_path / "server"))
-    with bind(settings), pytest.raises(ListenError, match=r"server.uds=.* is in use"):
+    settings = ServerSettings(uds=str(tmp_path / "server"), port=None)
+    with bind(settings), pytest.raises(ListenError, match=rf"server.uds=.* is in use by process {os.getpid()}; end"):
         bind(settings)
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(tmp_path / "server"))
+        other.listen()
+        with pytest.raises(ListenError, match="is in use by another process"):
+            bind(settings)
     (tmp_path / "notes").write_text("mine")
     with pytest.raises(ListenError, match="or is a file; choose another"):
-        bind(ServerSettings(uds=str(tmp_path / "notes")))
+        bind(ServerSettings(uds=str(tmp_path / "notes"), port=None))
     with pytest.raises(ListenError, match=r"cannot listen on server.uds=/nowhere/server"):
-        bind(ServerSettings(uds="/nowhere/server"))
+        bind(ServerSettings(uds="/nowhere/server", port=None))
     assert (tmp_path / "notes").read_text() == "mine"
 
 
-@pytest.mark.parametrize("address", [{"host": "0.0.0.0"}, {"port": 9000}])
-def test_a_host_or_a_port_beside_a_unix_socket_is_refused(tmp_path: Path, address: dict[str, Any]) -> None:
-    ((name, given),) = address.items()
-    with pytest.raises(ListenError, match=rf"server\.{name}={given} names one; leave server\.uds out"):
-        bind(ServerSettings(uds=str(tmp_path / "server"), **address))
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"uds": "@parallm"}, "no mode protects a name in the abstract namespace"),
+        ({"uds": "/tmp/" + "x" * 120}, r"has 125 bytes, and the system takes 10\d; choose a shorter path"),
+        (
+            {"uds": "/tmp/parallm", "uds_mode": 660},
+            "uds_mode=660 lets other users connect and there are no keys",
+        ),
+        ({"uds": None}, "leave nothing to listen on"),
+        ({"uds": "/tmp/parallm", "ssl_certfile": "a.pem"}, "HTTP over a unix socket has no TLS"),
+    ],
+)
+def test_a_unix_socket_that_cannot_or_must_not_be_is_refused(
+    fields: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ssl.SSLContext, "load_cert_chain", lambda *_, **__: None)
+    with pytest.raises(ConfigError, match=message):
+        bind(ServerSettings(port=None, **fields))
+
+
+async def ask(server: HttpServer, path: Path, **headers: str) -> tuple[int, int]:
+    """Return the statuses of a route for admins, over TCP and over the unix socket."""
+    over_tcp = httpx.AsyncClient(base_url=server.url, trust_env=False)
+    over_unix = httpx.AsyncClient(base_url="http://any.name", transport=httpx.AsyncHTTPTransport(uds=str(path)))
+    async with over_tcp, over_unix:
+        answers = [await client.post("/flush_cache", headers=headers) for client in (over_tcp, over_unix)]
+    return answers[0].status_code, answers[1].status_code
+
+
+@pytest.mark.parametrize("mode", [600, 660])
+def test_a_server_listens_on_both_and_the_owner_of_the_socket_has_a_key_that_counts_there_alone(
+    engine: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int
+) -> None:
+    monkeypatch.setenv("A_KEY", "0123456789abcdef")
+    keys = (ApiKey(name="operator", role="admin", env="A_KEY"),)
+    path, token_path = tmp_path / "server", tmp_path / "server.token"
+    settings = ServerSettings(port=0, uds=str(path), uds_mode=mode, api_keys=keys, drain_seconds=0)  # type: ignore[arg-type]
+
+    async def run() -> list[tuple[int, int]]:
+        app = make_app(engine, tokenizer, settings=settings, keys=read_keys(settings))
+        server = HttpServer(app, bind(settings), settings)
+        assert not token_path.exists()
+        await server.start()
+        assert stat.S_IMODE(path.stat().st_mode) == int(str(mode), 8)
+        assert stat.S_IMODE(token_path.stat().st_mode) == 0o600
+        found = [
+            await ask(server, path, **({"x-api-key": key} if key else {}))
+            for key in ("", token_path.read_text(), "0123456789abcdef")
+        ]
+        await server.stop()
+        return found
+
+    assert asyncio.run(run()) == [(401, 401), (401, 200), (200, 200)]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_keys_the_owner_needs_none_and_another_name_of_the_host_is_refused_over_tcp_alone(
+    app: FastAPI, tmp_path: Path
+) -> None:
+    path = tmp_path / "server"
+    settings = ServerSettings(port=0, uds=str(path), drain_seconds=0)
+
+    async def run() -> list[int]:
+        server = HttpServer(app, bind(settings), settings)
+        await server.start()
+        assert not (tmp_path / "server.token").exists()
+        over_tcp = httpx.AsyncClient(base_url=server.url, trust_env=False)
+        over_unix = httpx.AsyncClient(base_url="http://any.name", transport=httpx.AsyncHTTPTransport(uds=str(path)))
+        async with over_tcp, over_unix:
+            clients = [(over_tcp, {}), (over_tcp, {"host": "any.name"}), (over_unix, {})]
+            found = [(await client.get("/v1/models", headers=headers)).status_code for client, headers in clients]
+        await server.stop()
+        return found
+
+    assert asyncio.run(run()) == [200, 403, 200]
 
 
 @pytest.fixture

@@ -17,7 +17,6 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -27,9 +26,10 @@ from parallm.distributed.front.workers import Workers
 from parallm.distributed.gang import Interrupts, NoFront
 from parallm.distributed.identity import FRONT, LISTEN
 from parallm.distributed.settings import FrontSettings
+from parallm.server.operation.activation import inherited_sockets
 from parallm.server.operation.auth import StoredKey, read_keys
-from parallm.server.operation.http_server import HttpServer, url_of
-from parallm.server.operation.sockets import bind
+from parallm.server.operation.http_server import HttpServer
+from parallm.server.operation.sockets import BoundSocket, BoundSockets, bind
 from parallm.server.settings import ServerSettings
 
 CLOSE_SECONDS = 5.0
@@ -44,14 +44,14 @@ logger = logging.getLogger(__name__)
 class FrontProcess:
     """A front in a process of its own, which is started again if it dies."""
 
-    def __init__(self, server: ServerSettings, settings: FrontSettings, bound: socket.socket) -> None:
-        self.url = url_of(bound, server)
-        self._bound = bound
+    def __init__(self, server: ServerSettings, settings: FrontSettings, bound: BoundSockets) -> None:
+        self.url = bound.url
+        self._descriptors = [one.socket.fileno() for one in bound.sockets]
         self._server = server
         self._first = {
             "server": TypeAdapter(ServerSettings).dump_python(server, mode="json"),
             "front": TypeAdapter(FrontSettings).dump_python(settings, mode="json"),
-            "fd": bound.fileno(),
+            "sockets": [{"fd": one.socket.fileno(), "url": one.url} for one in bound.sockets],
         }
         self._lock = threading.Lock()
         self._urls: dict[int, str] = {}
@@ -91,8 +91,6 @@ class FrontProcess:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-        if self._server.uds:
-            Path(self._server.uds).unlink(missing_ok=True)
 
     def _keep(self) -> None:
         """Start the front again whenever its process ends; clients that connect meanwhile wait."""
@@ -108,7 +106,7 @@ class FrontProcess:
 
     def _start(self) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "parallm.distributed.front.process"]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=(self._bound.fileno(),))
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=self._descriptors)
         self._write(process, self._first)
         self._write(process, {"workers": self._urls})
         return process
@@ -137,7 +135,7 @@ def standing_front(
         yield NoFront()
         return
     read_keys(server)
-    with bind(server) as bound:
+    with bind(server, inherited_sockets()) as bound:
         front = FrontProcess(server, settings, bound)
         interrupts.on_signal = front.drain
         try:
@@ -148,11 +146,12 @@ def standing_front(
 
 @asynccontextmanager
 async def open_front(
-    server: ServerSettings, settings: FrontSettings, keys: tuple[StoredKey, ...], bound: socket.socket
+    server: ServerSettings, settings: FrontSettings, keys: tuple[StoredKey, ...], bound: BoundSockets
 ) -> AsyncIterator[tuple[Workers, HttpServer]]:
     """Answer on `bound` for the yielded workers, of which there are none at first."""
     workers = Workers()
-    http = HttpServer(Front(workers, server, keys, settings.hold_seconds), bound, server)
+    # its keys are those of the workers, who know no other
+    http = HttpServer(Front(workers, server, keys, settings.hold_seconds), bound, server, has_owner_key=False)
     gc.freeze()  # the modules, which no collection has to look at
     await http.start()
     try:
@@ -173,8 +172,9 @@ async def _serve(lines: asyncio.StreamReader) -> None:
     first = json.loads(await lines.readline())
     server = TypeAdapter(ServerSettings).validate_python(first["server"])
     settings = TypeAdapter(FrontSettings).validate_python(first["front"])
-    bound = socket.socket(fileno=first["fd"])
-    bound.setblocking(False)
+    bound = BoundSockets([BoundSocket(socket.socket(fileno=one["fd"]), one["url"]) for one in first["sockets"]])
+    for one in bound.sockets:
+        one.socket.setblocking(False)
     async with open_front(server, settings, read_keys(server), bound) as (workers, http):
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C reaches it, too; the workers still answer then

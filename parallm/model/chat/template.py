@@ -45,6 +45,11 @@ class ChatTemplate:
     def knows_tools(self) -> bool:
         return "tools" in self._reads([{}])
 
+    @property
+    def source_with_tools(self) -> str:
+        """The text of the template that renders chats with tools."""
+        return self._source([{}])
+
     def render(
         self,
         turns: Sequence[Mapping[str, object]],
@@ -80,7 +85,7 @@ class ChatTemplate:
             raise InvalidRequest(
                 "the model's chat template knows no tools; use another model or leave tools out", "tools"
             )
-        if any(turn.get("tool_calls") for turn in turns) and "tool_calls" not in self._source([{}]):
+        if any(turn.get("tool_calls") for turn in turns) and "tool_calls" not in self.source_with_tools:
             raise InvalidRequest("the model's chat template knows no tool_calls of earlier turns", "messages")
         unknown = sorted(variables.keys() - self.variables)
         if unknown:
@@ -200,8 +205,9 @@ class ControlTokens:
             for number, token in self._tokenizer.added_tokens_decoder.items()
             if token.special and not token.single_word and number not in around and str(token) in self._texts
         ]
-        unique = [candidate for candidate in candidates if sum(candidate[1] in text for text in self._texts) == 1]
-        return min(unique)[1:] if unique else None
+        # the first one alone: a vocabulary may hold thousands of tokens without use
+        unique = (one for one in sorted(candidates) if sum(one[1] in text for text in self._texts) == 1)
+        return next((one[1:] for one in unique), None)
 
 
 def _is_tag(text: str) -> bool:

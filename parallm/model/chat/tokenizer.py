@@ -55,6 +55,11 @@ class ChatTokenizer:
         return self.template.variables if self.has_chat_template else frozenset()
 
     @property
+    def template_source(self) -> str:
+        """The chat template, that for calls of tools if there are several; empty without one."""
+        return self.template.source_with_tools if self.has_chat_template else ""
+
+    @property
     def end_token(self) -> int:
         """Token that ends a plain text. A chat template may end an answer with another token."""
         own = self._tokenizer.eos_token_id

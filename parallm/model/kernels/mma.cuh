@@ -17,3 +17,11 @@ MULTIPLY(__half, "f16")
 __device__ __forceinline__ void copy_async(unsigned to, const void* from) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
+// 4, 8 or 16 bytes
+template <int BYTES>
+__device__ __forceinline__ void copy_few(unsigned to, const void* from) {
+  if (BYTES == 16)
+    copy_async(to, from);
+  else
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(BYTES) : "memory");
+}

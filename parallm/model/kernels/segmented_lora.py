@@ -10,19 +10,21 @@ Axes: B rows, T tokens, V versions, N numbers (see `lora/segmented.py`), I input
 the base's output, K ranks of a group's targets side by side.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
 import mlx.core as mx
 
-from parallm.model.kernels.cuda import MIN_ON_DEVICE, VECTOR_BYTES, kernel
+from parallm.model.kernels.cuda import MIN_ON_DEVICE, VECTOR_BYTES, has_kernels, kernel
 
 Targets = tuple[str, ...]
 
 COLUMNS = 8  # of A that a warp of `shrink` multiplies by
 MAX_WARPS = 8  # of a block of `shrink`
 EXPAND_THREADS = 64  # of a block
+COPY_THREADS = 256
 MAX_PARTS = 16  # of a sum, which `expand` adds up
 MIN_CHUNK = 256  # of the input that a block of `shrink` takes: a vector for each lane of a warp
 
@@ -54,28 +56,38 @@ class GroupWeights:
         """`layout.starts`, int32, filled up to what MLX keeps on the device."""
         return _starts(self.layout.starts)
 
-    def add_products(self, outputs: Sequence[mx.array], x_BTI: mx.array, versions_M: mx.array) -> list[mx.array]:
-        """Each target's `outputs` (B, T, O) plus the product of `x_BTI` with A and B of the tokens' versions, by MLX's
-        products: with many tokens they have tensor cores for it, and the kernels have not.
+    def joined_a(self) -> mx.array:
+        """A of all targets below each other, (V, K, I)."""
+        begin, columns, versions = self.layout.starts[0], sum(self.layout.ranks), self.array_VN.shape[0]
+        a_VN = self.array_VN[:, begin : self.layout.starts[1]]
+        return a_VN.reshape(versions, columns, -1)
 
-        `versions_M` (-1: none) are not read where there is one version. Of several, each token is multiplied by all A,
-        and only its own products go on: with eight of rank 16 that is a tenth of the base's work.
-        """
-        versions, inputs, ranks = self.array_VN.shape[0], x_BTI.shape[-1], self.layout.ranks
-        columns, (begin, *starts), first, sums = sum(ranks), self.layout.starts, 0, []
-        x_MI = x_BTI.flatten(0, -2)
-        a_VKI = self.array_VN[:, begin : begin + columns * inputs].reshape(versions, columns, inputs)
-        hidden_MVK = (x_MI @ a_VKI.flatten(0, 1).T).reshape(-1, versions, columns)
-        if versions > 1:
-            is_own_MV = versions_M[:, None] == mx.arange(versions, dtype=mx.int32)
-            hidden_MVK = mx.where(is_own_MV[:, :, None], hidden_MVK, mx.array(0, hidden_MVK.dtype))
-        for output, start, rank, width in zip(outputs, starts, ranks, self.layout.widths, strict=True):
-            b_VRO = self.array_VN[:, start : start + rank * width].reshape(versions, rank, width)
-            hidden_MR = hidden_MVK[:, :, first : first + rank].flatten(1, 2)
-            total_MO = mx.addmm(output.flatten(0, -2), hidden_MR, b_VRO.flatten(0, 1))
-            sums.append(total_MO.reshape(output.shape))
-            first += rank
-        return sums
+    def joined_b(self) -> mx.array:
+        """B of all targets side by side, (V, K, O): each has zeros for the outputs of the others."""
+        versions, ranks, widths = self.array_VN.shape[0], self.layout.ranks, self.layout.widths
+        if len(ranks) == 1 or not has_kernels():
+            places = zip(self.layout.starts[1:], ranks, widths, strict=True)
+            parts = [self.array_VN[:, start : start + rank * width] for start, rank, width in places]
+            return _side_by_side([part.reshape(versions, -1, width) for part, width in zip(parts, widths, strict=True)])
+        shape, dtype = (versions, sum(ranks), sum(widths)), self.array_VN.dtype
+        defines = (
+            ("T", dtype),
+            ("WIDTHS", ", ".join(map(str, widths))),
+            ("RANKS", ", ".join(map(str, ranks))),
+            ("TARGETS", len(ranks)),
+            ("K", shape[1]),
+            ("TOTAL", shape[2]),
+        )
+        threads = math.prod(shape) * dtype.size // VECTOR_BYTES
+        (joined_VKO,) = kernel("block_diagonal", defines)(
+            [self.starts, self.array_VN],
+            self.array_VN.shape,
+            grid=(-(-threads // COPY_THREADS) * COPY_THREADS, 1, 1),
+            threadgroup=(COPY_THREADS, 1, 1),
+            output_shapes=[shape],
+            output_dtypes=[dtype],
+        )
+        return joined_VKO
 
     @property
     def is_sorted(self) -> bool:
@@ -182,6 +194,16 @@ def shrink(x_BTI: mx.array, weights: GroupWeights, order_B2: mx.array) -> mx.arr
         output_dtypes=[mx.float32],
     )
     return hidden_PBTK
+
+
+def _side_by_side(parts_VRO: Sequence[mx.array]) -> mx.array:
+    """Matrices of each version along a diagonal."""
+    total, first, rows = sum(part.shape[2] for part in parts_VRO), 0, []
+    for part_VRO in parts_VRO:
+        end = first + part_VRO.shape[2]
+        rows.append(mx.pad(part_VRO, ((0, 0), (0, 0), (first, total - end))) if len(parts_VRO) > 1 else part_VRO)
+        first = end
+    return mx.concatenate(rows, axis=1) if len(rows) > 1 else rows[0]
 
 
 def _tile(rows: int) -> int:

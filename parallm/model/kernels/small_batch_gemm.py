@@ -19,6 +19,9 @@ from parallm.model.kernels.cuda import architecture, has_kernels, kernel
 from parallm.model.kernels.segmented_lora import GroupWeights
 
 MIN_ROWS, MAX_ROWS = 2, 64  # MLX has a kernel of its own for one row, and is faster with many
+MAX_ROWS_OF_SMALL = 64
+"""The same for weights that take less time than their launch. 128 has been measured nowhere."""
+SMALL = 1 << 24  # values of weights that count as small
 MAX_VERSIONS = 16  # of which A is multiplied by, whether a row uses it or not
 MIN_INPUTS = 32  # that a warp multiplies at once: inputs are a multiple of it
 OUTPUTS_OF_WARP = 16
@@ -65,12 +68,17 @@ class GemmPlan:
 def fits(x_BTI: mx.array, linear: nn.Module) -> bool:
     """Whether `small_batch_gemm` can compute `linear` of this input on this device. Other GPUs than
     Hopper have not been measured."""
-    if not has_kernels() or type(linear) is not nn.Linear or architecture() != "sm_90":
+    return type(linear) is nn.Linear and fits_weight(x_BTI, linear.weight)
+
+
+def fits_weight(x_BTI: mx.array, weight_OI: mx.array) -> bool:
+    """The same for a plain product with these weights."""
+    if not has_kernels() or architecture() != "sm_90":
         return False
-    rows, (outputs, inputs) = x_BTI.shape[0] * x_BTI.shape[1], linear.weight.shape
+    rows, (outputs, inputs) = x_BTI.shape[0] * x_BTI.shape[1], weight_OI.shape
     return (
-        MIN_ROWS <= rows <= MAX_ROWS
-        and x_BTI.dtype == linear.weight.dtype
+        MIN_ROWS <= rows <= (MAX_ROWS_OF_SMALL if weight_OI.size < SMALL else MAX_ROWS)
+        and x_BTI.dtype == weight_OI.dtype
         and x_BTI.dtype in (mx.bfloat16, mx.float16)
         and inputs % MIN_INPUTS == 0
         and outputs % 8 == 0
@@ -88,11 +96,31 @@ def small_batch_gemm(
     assert not is_gated or (is_whole and weights is None)
     if weights is not None and weights.array_VN.shape[0] > MAX_VERSIONS:
         weights = None
-    (rows, tokens, inputs), outputs = x_BTI.shape, linear.weight.shape[0]
+    bias_O = linear.bias if "bias" in linear else None
+    return _multiply(x_BTI, linear.weight, bias_O, weights, is_whole=is_whole, is_gated=is_gated)
+
+
+def transposed_product(x_MI: mx.array, factors_KI: mx.array) -> mx.array:
+    """The factors times the transpose of `x_MI`, (K, M), by a kernel whose rows are the few factors, and whose weights
+    are the many tokens. MLX's product with so few columns leaves most processors without work."""
+    y_1K1M, _ = _multiply(factors_KI[:, None], x_MI, None, None, is_whole=True)
+    return y_1K1M[0, :, 0, ...]
+
+
+def _multiply(
+    x_BTI: mx.array,
+    weight_OI: mx.array,
+    bias_O: mx.array | None,
+    weights: GroupWeights | None,
+    *,
+    is_whole: bool,
+    is_gated: bool = False,
+) -> tuple[mx.array, mx.array | None]:
+    (rows, tokens, inputs), outputs = x_BTI.shape, weight_OI.shape[0]
     ranks = sum(weights.layout.ranks) if weights else 0
     columns = weights.array_VN.shape[0] * ranks if weights else 0
     chosen = plan(rows * tokens, inputs, outputs, columns, is_whole=is_whole)
-    arrays = [x_BTI, linear.weight, *([linear.bias] if "bias" in linear else [])]
+    arrays = [x_BTI, weight_OI, *([] if bias_O is None else [bias_O])]
     sizes = [rows * tokens, inputs, outputs]
     if weights:
         arrays += [weights.starts, weights.array_VN]
@@ -101,7 +129,7 @@ def small_batch_gemm(
     defines = (
         ("T", x_BTI.dtype),
         ("Y", sums),
-        ("HAS_BIAS", "bias" in linear),
+        ("HAS_BIAS", bias_O is not None),
         ("HAS_LORA", weights is not None),
         ("GATED", is_gated),
         ("K", ranks),

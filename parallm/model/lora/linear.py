@@ -17,12 +17,13 @@ from typing import Protocol
 import mlx.core as mx
 import mlx.nn as nn
 
+from parallm.model.kernels import add_norm, quantized_gemm
 from parallm.model.kernels.cuda import VECTOR_BYTES
 from parallm.model.kernels.decode_attention import columns_of
 from parallm.model.kernels.segmented_lora import GroupOutput, GroupWeights, ShrinkOutput, shrink
 from parallm.model.kernels.small_batch_gemm import fits, small_batch_gemm
 from parallm.model.kernels.swiglu import swiglu_of_halves
-from parallm.model.lora.segmented import MIN_LONG, SegmentedLora
+from parallm.model.lora.segmented import MIN_LONG, SegmentedLora, add_products
 from parallm.model.lora.training import TrainingLora
 from parallm.model.patches.forward import FusedAdd, ResidualSum, SwigluHalf, origin_of, set_origin, swiglu
 from parallm.model.quantized import UnpackingLinear
@@ -147,8 +148,8 @@ class MergedLinear:
         weights = lora.of_group(self.targets) if isinstance(lora, SegmentedLora) else None
         y, y_SBTO, hidden = self._product(x, weights)
         if weights is not None and y is not None and isinstance(lora, SegmentedLora) and _is_long(x, lora):
-            parts = [y] if len(self.targets) == 1 else GroupOutput(y_SBTO, x.dtype, self._widths, None).split()
-            return weights.add_products(parts, x, lora.order_B2[:, 1])
+            y = add_products(weights, y, x, lora.order_B2[:, 1])
+            y_SBTO, weights = y[None], None
         shrunk = None
         if weights is not None and isinstance(lora, SegmentedLora):
             hidden = shrink(x, weights, lora.order_B2) if hidden is None else hidden
@@ -156,26 +157,34 @@ class MergedLinear:
         output = GroupOutput(y_SBTO, x.dtype, self._widths, shrunk)
         if y is None or shrunk is not None:
             if len(self.targets) == 1:
-                return [FusedAdd(output.split()[0], output.added_to, y_SBTO if shrunk is None else None)]
+                parts = y_SBTO if shrunk is None or add_norm.TAKES_LORA else None
+                return [FusedAdd(output.split()[0], output.added_to, parts, shrunk)]
             return self._halves(output.split(), output.gated)
         if len(self.targets) == 1:
             return [FusedAdd(y, partial(operator.add, y), y_SBTO)] if x.shape[1] == 1 else [y]
         # readers of one token a row find their columns; of more tokens each would copy its own
-        parts = output.split() if x.shape[1] > 1 else columns_of(y, self._widths)
-        return self._halves(parts, partial(self._gated, x) if fits(x, self._joined) else partial(swiglu_of_halves, y))
+        own = output.split() if x.shape[1] > 1 else columns_of(y, self._widths)
+        return self._halves(own, partial(self._gated, x, y))
 
-    def _gated(self, x: mx.array) -> mx.array:
-        """SwiGLU of the base's outputs for few rows, in the product itself."""
-        y_SBTO, _ = small_batch_gemm(x, self._joined, None, is_whole=True, is_gated=True)
-        return mx.squeeze(y_SBTO, 0)
+    def _gated(self, x: mx.array, y: mx.array) -> mx.array:
+        """SwiGLU of the base's outputs `y`, for few rows in the product itself."""
+        if fits(x, self._joined):
+            return mx.squeeze(small_batch_gemm(x, self._joined, None, is_whole=True, is_gated=True)[0], 0)
+        if quantized_gemm.fits(x, self._joined):
+            return mx.squeeze(quantized_gemm.quantized_gemm(x, self._joined, is_whole=True, is_gated=True), 0)
+        return swiglu_of_halves(y)
 
     def _product(self, x: mx.array, weights: GroupWeights | None) -> tuple[mx.array | None, mx.array, mx.array | None]:
         """The base's outputs (B, T, O), if they are whole, and as parts (S, B, T, O); the result of `shrink`, if it is
         known already."""
-        if not fits(x, self._joined):
+        is_whole, hidden = len(self.targets) > 1, None
+        if fits(x, self._joined):
+            y_SBTO, hidden = small_batch_gemm(x, self._joined, weights, is_whole=is_whole)
+        elif quantized_gemm.fits(x, self._joined):
+            y_SBTO = quantized_gemm.quantized_gemm(x, self._joined, is_whole=is_whole)
+        else:
             y = self._joined(x)
             return y, y[None], None
-        y_SBTO, hidden = small_batch_gemm(x, self._joined, weights, is_whole=len(self.targets) > 1)
         return mx.squeeze(y_SBTO, 0) if y_SBTO.shape[0] == 1 else None, y_SBTO, hidden
 
     def _trained(self, x: mx.array, lora: TrainingLora) -> list[mx.array]:

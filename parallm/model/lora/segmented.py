@@ -21,11 +21,14 @@ import numpy.typing as npt
 
 from parallm.model.kernels.cuda import MIN_ON_DEVICE, VECTOR_BYTES, interned_array
 from parallm.model.kernels.segmented_lora import COLUMNS, GroupWeights, PackedGroup, Targets
+from parallm.model.kernels.small_batch_gemm import fits_weight, transposed_product
 from parallm.model.lora.single import SingleLora
 
 NO_ADAPTER = -1  # as the version of a row
 MIN_LONG = 256
 """Tokens of prompts from which on LoRA is computed by MLX's products."""
+TAKES_TOKENS_AS_WEIGHTS = False
+"""Whether one version multiplies them by A with `transposed_product`, measured nowhere; else by MLX's product."""
 MAX_NUMBERS = 1 << 21  # of a version in an array; one group's weights are never split
 
 
@@ -161,6 +164,26 @@ class SegmentedLora:
 
     def dora_scale(self, target: str) -> None:
         return None
+
+
+def add_products(weights: GroupWeights, y_BTO: mx.array, x_BTI: mx.array, versions_M: mx.array) -> mx.array:
+    """A group's outputs `y_BTO` side by side, plus the products of `x_BTI` with A and B of the tokens' versions: by
+    products for many tokens, which have tensor cores for it; `shrink` and `expand` have not.
+
+    `versions_M` (-1: none) are not read where there is one version. Of several, each token is multiplied by all A, and
+    only its own products go on: with eight of rank 16 that is a tenth of the base's work.
+    """
+    x_MI, a_VKI = x_BTI.flatten(0, -2), weights.joined_a()
+    versions, columns, _ = a_VKI.shape
+    if TAKES_TOKENS_AS_WEIGHTS and versions == 1 and fits_weight(a_VKI, x_MI):
+        hidden_MC = transposed_product(x_MI, a_VKI[0, ...]).T
+    else:
+        hidden_MC = x_MI @ a_VKI.flatten(0, 1).T
+    if versions > 1:
+        is_own_MV1 = (versions_M[:, None] == mx.arange(versions, dtype=mx.int32))[:, :, None]
+        hidden_MVK = hidden_MC.reshape(-1, versions, columns)
+        hidden_MC = mx.where(is_own_MV1, hidden_MVK, mx.array(0, hidden_MC.dtype)).flatten(1, 2)
+    return mx.addmm(y_BTO.flatten(0, -2), hidden_MC, weights.joined_b().flatten(0, 1)).reshape(y_BTO.shape)
 
 
 def order_rows(index_B: Sequence[int], num_versions: int) -> mx.array:

@@ -2,7 +2,8 @@
 
 MLX adds the gradients of one input, from the base's products and from A, with kernels of their own. In `TrainingLora`
 the product with A adds itself to the others. Queries, keys and values each add themselves to the one before; gate and
-up, whose SwiGLU reads them side by side, are one product forward and backward.
+up, whose SwiGLU reads them side by side, are one product forward and backward. Packed weights are unpacked for each
+product, and kept by none.
 
 Axes: M tokens, I input, O output, K columns of all A that one input is multiplied by.
 """
@@ -14,6 +15,10 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from parallm.model.lora.single import SingleLora
+from parallm.model.quantized import UnpackingLinear, floating_type, weights_of
+
+SERVED = (nn.Linear, UnpackingLinear)
+"""Types of layers whose gradients `TrainingLora` adds up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +57,10 @@ class TrainingLora:
         return (
             a_IK is not None
             and self.adapter.dora_scale_O.keys().isdisjoint(targets)
-            and all(type(linear) is nn.Linear and linear.weight.dtype == a_IK.dtype for linear in linears)
+            and all(type(linear) in SERVED and floating_type(linear) == a_IK.dtype for linear in linears)
         )
 
-    def outputs(self, targets: Sequence[str], linears: Sequence[nn.Linear], x: mx.array) -> list[mx.array]:
+    def outputs(self, targets: Sequence[str], linears: Sequence[nn.Module], x: mx.array) -> list[mx.array]:
         """The outputs of `targets`, which it serves and whose layers are `linears`, for their input `x` (..., I)."""
         a_IK = self._shared_a(targets)
         assert a_IK is not None
@@ -67,7 +72,7 @@ class TrainingLora:
             for target, product_MO in zip(targets, products, strict=True)
         ]
 
-    def joined_output(self, targets: Sequence[str], joined: nn.Linear, x: mx.array) -> mx.array:
+    def joined_output(self, targets: Sequence[str], joined: nn.Module, x: mx.array) -> mx.array:
         """The outputs of `targets`, which it serves, beside each other, as `joined` gives those of the base."""
         a_IK = self._shared_a(targets)
         assert a_IK is not None
@@ -82,7 +87,7 @@ class TrainingLora:
         return group.a_IK if group is not None and group.targets == tuple(targets) and group.cuts is None else None
 
 
-def _chained(x_MI: mx.array, a_IK: mx.array, linears: Sequence[nn.Linear]) -> list[mx.array]:
+def _chained(x_MI: mx.array, a_IK: mx.array, linears: Sequence[nn.Module]) -> list[mx.array]:
     """`x_MI` times A, and through each of the base's layers. Keeps the products as long as the gradient."""
 
     @mx.custom_function  # type: ignore[untyped-decorator]
@@ -94,14 +99,14 @@ def _chained(x_MI: mx.array, a_IK: mx.array, linears: Sequence[nn.Linear]) -> li
         (x_MI, a_IK), (hidden_MK, *products) = primals, cotangents
         gradient_MI = hidden_MK @ a_IK.T
         for linear, product_MO in zip(linears, products, strict=True):
-            gradient_MI = mx.addmm(gradient_MI, product_MO, linear.weight)
+            gradient_MI = mx.addmm(gradient_MI, product_MO, weights_of(linear))
         return [gradient_MI, x_MI.T @ hidden_MK]
 
     products: list[mx.array] = forward(x_MI, a_IK)
     return products
 
 
-def _separate(x_MI: mx.array, a_IK: mx.array, linears: Sequence[nn.Linear]) -> list[mx.array]:
+def _separate(x_MI: mx.array, a_IK: mx.array, linears: Sequence[nn.Module]) -> list[mx.array]:
     """The same, where only the product with A adds itself."""
 
     @mx.custom_function  # type: ignore[untyped-decorator]
@@ -117,7 +122,7 @@ def _separate(x_MI: mx.array, a_IK: mx.array, linears: Sequence[nn.Linear]) -> l
     return [hidden_MK, *(linear(x_MI) for linear in linears)]
 
 
-def _joined(x_MI: mx.array, a_IK: mx.array, b_KO: mx.array, joined: nn.Linear) -> mx.array:
+def _joined(x_MI: mx.array, a_IK: mx.array, b_KO: mx.array, joined: nn.Module) -> mx.array:
     """`joined` of `x_MI`, plus the product with A and B."""
 
     @mx.custom_function  # type: ignore[untyped-decorator]
@@ -129,7 +134,7 @@ def _joined(x_MI: mx.array, a_IK: mx.array, b_KO: mx.array, joined: nn.Linear) -
     def backward(primals: list[mx.array], cotangents: list[mx.array], outputs: list[mx.array]) -> list[mx.array]:
         (x_MI, a_IK, b_KO), gradient_MO, hidden_MK = primals, cotangents[0], outputs[1]
         pulled_MK = gradient_MO @ b_KO.T
-        gradient_MI = mx.addmm(gradient_MO @ joined.weight, pulled_MK, a_IK.T)
+        gradient_MI = mx.addmm(gradient_MO @ weights_of(joined), pulled_MK, a_IK.T)
         return [gradient_MI, x_MI.T @ pulled_MK, hidden_MK.T @ gradient_MO]
 
     output_MO: mx.array = forward(x_MI, a_IK, b_KO)[0]

@@ -165,7 +165,7 @@ def name_of(http: Request) -> str:
 
 
 async def adapter_body(service: Service, http: Request) -> bytes:
-    return await read_body(http, service.settings.max_adapter_bytes, "max_adapter_bytes")
+    return await read_body(http, service.settings.max_adapter_bytes, "server.max_adapter_bytes")
 
 
 Body = TypeVar("Body", bound=Wire)
@@ -276,7 +276,7 @@ def adapter_alias_routes(service: Service) -> APIRouter:
         """`PUT /v1/adapters/{name}`, with `?name=`; or a form with the file, whose adapter the policy moves to."""
         if not is_form(http):
             return json_response(entry(await store(given).upload(name_of(http), await adapter_body(service, http))))
-        form = await read_form(http, service.settings.max_adapter_bytes, "max_adapter_bytes")
+        form = await read_form(http, service.settings.max_adapter_bytes, "server.max_adapter_bytes")
         name = checked(_with_own_names(form.fields), UploadFields).name or http.query_params.get("name")
         card = await _uploaded(store(given), name or _only_policy(service), form.content)
         return _moved(card, form.file_name) if name is None else json_response(entry(card))

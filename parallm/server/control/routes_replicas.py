@@ -36,7 +36,7 @@ def replica_routes(service: Service) -> APIRouter:
     @router.put("/v1/replica/versions/{version}")
     async def receive(version: int, session: str, http: Request) -> Response:
         """Take one version of the policy as safetensors, under the trainer's own number."""
-        content = await read_body(http, service.settings.max_adapter_bytes, "max_adapter_bytes")
+        content = await read_body(http, service.settings.max_adapter_bytes, "server.max_adapter_bytes")
         return json_response(await _host(service).receive(session, version, content))
 
     @router.post("/v1/replica/generate")

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from parallm.conversation import GrammarSource
 from parallm.errors import InvalidRequest, Unavailable, UnknownModel
 from parallm.model.adapters.names import versioned
-from parallm.server.catalog import card_of
+from parallm.server.catalog import card_of, model_names
 from parallm.server.connection import json_response, received
 from parallm.server.generation import ChunkStream, ResponseContext, respond
 from parallm.server.openai.answer_builders import ChatBuilder, CompletionBuilder
@@ -91,7 +91,7 @@ def openai_routes(service: Service) -> APIRouter:
     @router.get("/models")
     async def models() -> Response:
         """Every name that `model` may be: the base, adapters, their versions and aliases."""
-        data = [_model_entry(name, service) for name in _model_names(service)]
+        data = [_model_entry(name, service) for name in model_names(service)]
         return json_response(ModelList(object="list", data=data))
 
     @router.get("/v1/models/{name:path}")
@@ -223,22 +223,11 @@ def _turn(messages: list[dict[str, Any]], name: str | None) -> dict[str, Any]:
     return messages[-1]
 
 
-def _model_names(service: Service) -> list[str]:
-    """Return the policies, the base, other adapters (the version that is served), aliases, and every version.
-
-    Policies come first because many clients take the first model of the list.
-    """
-    cards = service.catalog()
-    names = {card.name for card in cards} | {alias for card in cards for alias in card.aliases}
-    versions = [versioned(card.name, card.version) for card in cards]
-    return [*service.policies, BASE, *sorted(names - set(service.policies)), *versions]
-
-
 def _model_entry(name: str, service: Service) -> ModelEntry:
     """Return the entry of a name of the list, or of another way to say it. Raises UnknownModel."""
     card = card_of(name, service.catalog())
     # without a card: the base, or a policy before its first version
-    if card is None and name not in (names := _model_names(service)):
+    if card is None and name not in (names := model_names(service)):
         raise UnknownModel(f"no model {name[:200]!r}; there are {sorted(set(names))}")
     parent = BASE if card is None or not card.parent else versioned(card.name, card.parent)
     return ModelEntry(

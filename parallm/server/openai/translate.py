@@ -23,6 +23,7 @@ from parallm.server.openai.chat_schemas import (
 )
 from parallm.server.openai.completion_schemas import CompletionBody, GenerationBody
 from parallm.server.openai.output_parser import OutputParsing
+from parallm.server.operation.request_context import request_traffic
 from parallm.server.request_limits import check_items, check_text, check_texts, too_long
 from parallm.server.schemas import Wire
 from parallm.server.service import Service
@@ -271,6 +272,7 @@ def _request(
         sampling=sampling,
         n=body.n,
         model=body.model,
+        traffic=request_traffic.get(),
         priority=body.priority,
         user=body.user,
         cache_salt=body.cache_salt or "",

@@ -22,7 +22,7 @@ from starlette.requests import Request
 from parallm.errors import ConfigError, InvalidRequest
 from parallm.server.failures import Draining, NotAllowed, WrongKey
 from parallm.server.operation.middleware import Drain
-from parallm.server.operation.request_context import current_request
+from parallm.server.operation.request_context import UNIX, current_request
 from parallm.server.settings import ApiKey, KeyRole, ServerSettings
 
 MIN_KEY_LENGTH = 16
@@ -42,6 +42,11 @@ def read_keys(settings: ServerSettings) -> tuple[StoredKey, ...]:
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigError(f"server.api_keys: the name {twice[0]} stands there twice; give each key a name of its own")
     return tuple(StoredKey(key.name, key.role, _digest(key, os.environ)) for key in settings.api_keys)
+
+
+def owner_key(token: str) -> StoredKey:
+    """Return the key of whoever can read the token beside a unix socket."""
+    return StoredKey("owner", "admin", hashlib.sha256(token.encode()).digest())
 
 
 def presented_key(headers: Headers) -> str | None:
@@ -94,36 +99,58 @@ def _digest_of(text: str, where: str) -> bytes:
 Role = Literal["public"] | KeyRole
 
 _ROUTES: Mapping[Role, Mapping[str, str]] = {
-    "public": {"GET": "/health /ready"},
+    "public": {
+        "GET": "/health /ready /v2/health/live /v2/health/ready / /api/version",
+        "HEAD": "/ /api/version",
+    },
     "inference": {
         "GET": """
             /models /v1/models /v1/models/{name}
             /model_info /get_model_info /get_weight_version /weight_info /get_world_size /get_world_size/
-            /health_generate /is_paused /metrics /v1/metrics /v1/queue /v1/queue/stats
+            /health_generate /is_paused /metrics /v1/metrics /v1/status /v1/queue /v1/queue/stats
             /v1/adapters /v1/shares /v1/splits /v1/trajectories /info
+            /v1/rl/policies /v2
+            /v2/models/{name} /v2/models/{name}/ready
+            /v2/models/{name}/versions/{version} /v2/models/{name}/versions/{version}/ready
+            /v1/files /v1/files/{file_id} /v1/files/{file_id}/content /v1/batches /v1/batches/{batch_id}
+            /api/tags /api/ps /api/status
         """,
+        "HEAD": "/api/tags",
         "POST": """
             /v1/chat/completions /v1/completions /v1/responses /v1/embeddings /embeddings
             /rerank /v1/rerank /v2/rerank /score /v1/score /pooling /v1/pooling
             /classify /v1/classify /v1/classifications /embed /predict /similarity
             /generate /generate/ //generate /inference/v1/generate /tokenize /detokenize
             /v1/requests/{request_id}/cancel
+            /v1/rl/act /v1/rl/rollout /v1/predict
+            /v2/models/{name}/infer /v2/models/{name}/versions/{version}/infer
+            /v1/files /v1/batches /v1/batches/{batch_id}/cancel
             /v1/rewards /v1/rewards/score /v1/trajectories/{trajectory_id}/reward
+            /api/generate /api/chat /api/embed /api/embeddings /api/show
         """,
+        "DELETE": "/v1/files/{file_id}",
     },
     "training": {
-        "GET": "/debug/training /v1/training/status",
+        "GET": """
+            /debug/training /v1/training/status
+            /v1/fine_tuning/jobs /v1/fine_tuning/jobs/{job_id}
+            /v1/fine_tuning/jobs/{job_id}/events /v1/fine_tuning/jobs/{job_id}/checkpoints
+        """,
         "PUT": "/v1/replica/versions/{version}",
         "POST": """
             /v1/training/pause /v1/training/resume /v1/training/update
             /training/checkpoint /v1/training/checkpoint
+            /v1/fine_tuning/jobs /v1/fine_tuning/jobs/{job_id}/cancel
+            /v1/fine_tuning/jobs/{job_id}/pause /v1/fine_tuning/jobs/{job_id}/resume
             /v1/replica/join /v1/replica/generate /v1/replica/leave
         """,
     },
     "admin": {
         "GET": "/flush_cache",
-        "PUT": "/v1/adapters/{name} /v1/shares /v1/splits/{name}",
-        "DELETE": "/v1/adapters/{model} /v1/adapters/{name}/aliases/{alias} /v1/splits/{name}",
+        "PUT": "/v1/adapters/{name} /v1/shares /v1/splits/{name} /v1/rl/policies/{name}",
+        "DELETE": """
+            /v1/adapters/{model} /v1/adapters/{name}/aliases/{alias} /v1/splits/{name} /v1/rl/policies/{model}
+        """,
         "POST": """
             /pause /pause_generation /areal_pause_generation
             /resume /continue_generation /areal_continue_generation
@@ -132,6 +159,7 @@ _ROUTES: Mapping[Role, Mapping[str, str]] = {
             /load_adapter /upload_adapter /update_adapter_weights /model/switch-lora
             /load_lora_adapter /skyrl/v1/load_lora_adapter /v1/load_lora_adapter
             /unload_lora_adapter /v1/unload_lora_adapter /load_lora_adapter_from_tensors
+            /api/push /api/me /api/signout
             /init_communicator/ /init_weight_transfer_engine /init_weights_update_group
             /start_weight_update /finish_weight_update /update_named_param/
             /update_weights /update_weights_from_disk /update_weights_from_distributed /update_weights_from_tensor
@@ -200,7 +228,7 @@ def auth_dependency(
         if context.is_local:
             context.api_role = "admin"
         else:
-            authorize(role_of(http), http.headers, keys, settings)
+            authorize(role_of(http), http.headers, keys + http.scope.get(UNIX, ()), settings)
         if drain.is_draining and not context.is_local and _asks_for_work(http):
             seconds = math.ceil(settings.drain_seconds)
             raise Draining(f"the server shuts down and takes no new requests; try again in {seconds} s", seconds)

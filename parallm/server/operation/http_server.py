@@ -11,10 +11,9 @@ import contextlib
 import logging
 import socket
 import ssl
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import h11
@@ -25,9 +24,11 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from parallm.server.connection import error_response
 from parallm.server.failures import Failure
-from parallm.server.operation.auth import StoredKey, read_keys
+from parallm.server.operation.activation import inherited_sockets
+from parallm.server.operation.auth import StoredKey, owner_key, read_keys
 from parallm.server.operation.middleware import Drain
-from parallm.server.operation.sockets import bind, connection_limit
+from parallm.server.operation.request_context import UNIX
+from parallm.server.operation.sockets import BoundSocket, BoundSockets, bind, connection_limit
 from parallm.server.settings import ServerSettings
 
 Phase = Literal["head", "body", "answer", "unread", "leftover", "idle"]
@@ -132,59 +133,66 @@ class Connections:
         make: Callable[..., HttpConnection],
         settings: ServerSettings,
         tls: ssl.SSLContext | None,
+        owner_keys: tuple[StoredKey, ...],
     ) -> None:
+        """`tls` is of addresses alone, `owner_keys` count over unix sockets alone."""
         self._make = make
         self._limit = connection_limit(settings)
         self._stall_seconds = settings.stall_seconds
         self._tls = tls
+        self._owner_keys = owner_keys
         self._open: set[HttpConnection] = set()
         self._last_warning = float("-inf")
 
-    async def run(self, listener: socket.socket) -> None:
+    async def run(self, listeners: Sequence[BoundSocket]) -> None:
         """Accept and sweep until cancelled; connections that are not open yet are dropped then."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._accept(listener))
+                for listener in listeners:
+                    tasks.create_task(self._accept(listener))
                 tasks.create_task(self._sweep())
         finally:
             for connection in self._open:
                 connection.opening.cancel()
 
-    async def _accept(self, listener: socket.socket) -> None:
+    async def _accept(self, listener: BoundSocket) -> None:
         loop = asyncio.get_running_loop()
-        number = 0
+        number, is_unix = 0, listener.path is not None
         while True:
             try:
-                accepted, _ = await loop.sock_accept(listener)
+                accepted, _ = await loop.sock_accept(listener.socket)
             except ConnectionAbortedError:
                 continue
             except OSError as error:  # no file is left: other parts of the process have them, since ours are bounded
                 self._warn(f"no connection can be accepted: {error}")
                 await asyncio.sleep(SECONDS_BETWEEN_SWEEPS)
                 continue
-            self._add(accepted)
+            self._add(accepted, is_unix=is_unix)
             number += 1
             if number % ACCEPTED_AT_ONCE == 0:
                 await asyncio.sleep(0)
 
-    def _add(self, accepted: socket.socket) -> None:
+    def _add(self, accepted: socket.socket, *, is_unix: bool) -> None:
+        tls = None if is_unix else self._tls
         if len(self._open) >= self._limit:
             self._make_room()
         if len(self._open) >= self._limit + RESERVE:
-            _refuse(accepted, is_plain=self._tls is None)
+            _refuse(accepted, is_plain=tls is None)
             return
         connection = self._make(on_lost=self._forget)
+        if is_unix:
+            connection.app = _over_unix(connection.app, self._owner_keys)
         if len(self._open) >= self._limit:
             connection.app = _probes_only(connection.app)
         self._open.add(connection)
-        connection.opening = asyncio.create_task(self._set_up(connection, accepted))
+        connection.opening = asyncio.create_task(self._set_up(connection, accepted, tls))
         connection.opening.add_done_callback(lambda task: accepted.close() if task.cancelled() else None)
 
-    async def _set_up(self, connection: HttpConnection, accepted: socket.socket) -> None:
-        handshake = None if self._tls is None else HANDSHAKE_SECONDS
+    async def _set_up(self, connection: HttpConnection, accepted: socket.socket, tls: ssl.SSLContext | None) -> None:
+        handshake = None if tls is None else HANDSHAKE_SECONDS
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
-                lambda: connection, accepted, ssl=self._tls, ssl_handshake_timeout=handshake
+                lambda: connection, accepted, ssl=tls, ssl_handshake_timeout=handshake
             )
         except (OSError, asyncio.CancelledError):  # no TLS, not in time, or dropped meanwhile: asyncio has closed it
             self._forget(connection)
@@ -230,6 +238,14 @@ def _refuse(accepted: socket.socket, *, is_plain: bool) -> None:
     accepted.close()
 
 
+def _over_unix(app: ASGIApp, keys: tuple[StoredKey, ...]) -> ASGIApp:
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        scope[UNIX] = keys
+        await app(scope, receive, send)
+
+    return answer
+
+
 def _probes_only(app: ASGIApp) -> ASGIApp:
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["path"] in PROBES:
@@ -252,24 +268,32 @@ class Listener:
     """A bound address, where clients wait for a server, and the keys of its application."""
 
     keys: tuple[StoredKey, ...]
-    bound: socket.socket | None = None
+    bound: BoundSockets | None = None
     """None if there is no server, or a later one that binds a port itself."""
-    url: str | None = None
+
+    @property
+    def url(self) -> str | None:
+        """Address for programs."""
+        return None if self.bound is None else self.bound.url
+
+    @property
+    def urls(self) -> str | None:
+        """All addresses, for people."""
+        return None if self.bound is None else self.bound.urls
 
 
 @contextlib.contextmanager
 def listening(settings: ServerSettings) -> Iterator[Listener]:
-    """Bind the port of an enabled server, so that a wrong address fails early. Raises ListenError, ConfigError."""
+    """Bind the sockets of an enabled server, or take those of a service manager, so that a wrong address fails early.
+
+    Raises ListenError, ConfigError.
+    """
     if not settings.enabled:
         yield Listener(keys=())
         return
     keys = read_keys(settings)
-    with bind(settings) as bound:
-        try:
-            yield Listener(keys=keys, bound=bound, url=url_of(bound, settings))
-        finally:
-            if settings.uds:
-                Path(settings.uds).unlink(missing_ok=True)
+    with bind(settings, inherited_sockets()) as bound:
+        yield Listener(keys=keys, bound=bound)
 
 
 def local_only(settings: ServerSettings) -> Listener:
@@ -288,11 +312,15 @@ class Application(Protocol):
 class HttpServer:
     """Serves `app` on `bound` from `start` to `stop`, on the running event loop. Installs no signal handlers."""
 
-    def __init__(self, app: Application, bound: socket.socket, settings: ServerSettings) -> None:
+    def __init__(
+        self, app: Application, bound: BoundSockets, settings: ServerSettings, *, has_owner_key: bool = True
+    ) -> None:
+        """`has_owner_key`: where there are keys, the owner of a unix socket gets one that counts there alone."""
         self._app = app
         self._drain: Drain = app.state.drain
         self._settings = settings
-        self._socket = bound
+        self._bound = bound
+        self._has_owner_key = has_owner_key and bool(settings.api_keys)
         self._task: asyncio.Task[None] | None = None
         self._server = _Server(
             uvicorn.Config(
@@ -314,13 +342,14 @@ class HttpServer:
             ),
             settings,
         )
-
-        self.url = url_of(bound, settings)
+        self.url = bound.url
 
     async def start(self) -> None:
         """Return when requests are answered."""
         self._drain.cancel()  # an earlier server of the same application has begun it
-        self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]))
+        token = self._bound.write_token() if self._has_owner_key else None
+        self._server.accept(self._bound.sockets, () if token is None else (owner_key(token),))
+        self._task = asyncio.create_task(self._server.serve())
         ready = asyncio.create_task(self._server.ready.wait())
         await asyncio.wait((self._task, ready), return_when=asyncio.FIRST_COMPLETED)
         ready.cancel()
@@ -344,11 +373,8 @@ class HttpServer:
             self._drain.cut_off()
             await self._drain.wait_until_empty(LAST_BYTES_SECONDS)
         self._server.should_exit = True
-        if self._task is None:
-            self._socket.close()
         await self.wait()
-        if self._settings.uds:
-            Path(self._settings.uds).unlink(missing_ok=True)
+        self._bound.close()
 
     async def _call(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -357,15 +383,6 @@ class HttpServer:
             # a request that outlives the drain: uvicorn closes the connection, and prints a traceback if we raise
             if not self._server.should_exit:
                 raise
-
-
-def url_of(bound: socket.socket, settings: ServerSettings) -> str:
-    """Return the address that clients call."""
-    if settings.uds:
-        return f"unix:{settings.uds}"
-    host, port = bound.getsockname()[:2]
-    scheme = "https" if settings.ssl_certfile else "http"
-    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 class _Server(uvicorn.Server):
@@ -377,16 +394,19 @@ class _Server(uvicorn.Server):
         self._settings = settings
         self._connections: asyncio.Task[None] | None = None
 
+    def accept(self, listeners: Sequence[BoundSocket], owner_keys: tuple[StoredKey, ...]) -> None:
+        """Set where to listen, before `serve`."""
+        self._listeners, self._owner_keys = listeners, owner_keys
+
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup([])
-        assert sockets, "the caller has bound the socket"
         make = partial(HttpConnection, self.config, self.server_state, self.lifespan.state)
-        connections = Connections(make, self._settings, self.config.ssl)
-        self._connections = asyncio.create_task(connections.run(sockets[0]))
+        connections = Connections(make, self._settings, self.config.ssl, self._owner_keys)
+        self._connections = asyncio.create_task(connections.run(self._listeners))
         self.ready.set()
 
     async def on_tick(self, counter: int) -> bool:

@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from parallm.errors import InvalidRequest, ParallmError
 from parallm.server.connection import announced_bytes, error_response
 from parallm.server.failures import ForeignHost, ForeignOrigin, failure_of
-from parallm.server.operation.request_context import LOCAL, RequestContext, current_request, request_log
+from parallm.server.operation.request_context import LOCAL, UNIX, RequestContext, current_request, request_log
 from parallm.server.operation.request_metrics import HttpMetrics
 from parallm.server.settings import ServerSettings
 
@@ -38,6 +38,8 @@ REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 HOST = re.compile(r"(?:\[(?P<address>[0-9a-fA-F:.]+)\]|(?P<name>[A-Za-z0-9._-]+))(?::\d*)?")
 PAGES = ("/docs", "/docs/try", "/openapi.json")
 """Paths that a link of any page may lead to."""
+VIEWS = frozenset({"/health", "/ready", "/metrics", "/v1/metrics", "/v1/status"})
+"""Paths that programs ask again and again although nobody uses the server."""
 ACTING_GETS = ("/flush_cache", "/health_generate")
 """Paths that SGLang's clients GET although they act. Older browsers embed an address without `Sec-Fetch-Site`."""
 
@@ -50,6 +52,7 @@ class Drain:
         self._in_flight: set[RequestContext] = set()
         self._empty = asyncio.Event()
         self._empty.set()
+        self._last_left = time.monotonic()
 
     def begin(self) -> None:
         """Refuse new requests for completions from now on; those in flight go on."""
@@ -67,8 +70,14 @@ class Drain:
 
     def leave(self, context: RequestContext) -> None:
         self._in_flight.discard(context)
+        if context.route not in VIEWS:
+            self._last_left = time.monotonic()
         if not self._in_flight:
             self._empty.set()
+
+    def idle_seconds(self) -> float:
+        """Return the seconds since the end of the last request but of views, 0 while there is any."""
+        return 0.0 if self._in_flight else time.monotonic() - self._last_left
 
     async def wait_until_empty(self, seconds: float) -> bool:
         """Return whether all requests have ended within `seconds`."""
@@ -94,14 +103,15 @@ class Origins:
         self._allowed_origins = frozenset(settings.cors_origins)
         self._own_names = _own_names(settings, has_keys=has_keys)
 
-    def check(self, method: str, path: str, headers: Headers) -> None:
+    def check(self, scope: Scope, headers: Headers) -> None:
         """Raises ForeignHost, ForeignOrigin."""
-        self._check_host(headers)
+        if UNIX not in scope:  # no page reaches a unix socket by any name
+            self._check_host(headers)
         origin = headers.get("origin")
         if "*" in self._allowed_origins or origin in self._allowed_origins:
             return
         is_foreign = origin is not None and not _is_same_server(origin, headers)
-        if is_foreign or self._is_embedded(method, path, headers):
+        if is_foreign or self._is_embedded(scope["method"], scope["path"], headers):
             raise ForeignOrigin(
                 "requests of pages from other origins are refused; name the origin in server.cors_origins"
             )
@@ -167,7 +177,7 @@ class RequestMiddleware:
         self._drain.enter(context)
         try:
             _check_framing(headers)
-            self._origins.check(scope["method"], scope["path"], headers)
+            self._origins.check(scope, headers)
             await self._app(scope, receive_and_note, send_with_id)
         except Exception as error:
             if status != CLIENT_CLOSED_REQUEST:
@@ -215,7 +225,7 @@ def _own_names(settings: ServerSettings, *, has_keys: bool) -> frozenset[str] | 
     """Return the names of this server in small letters; None: every name counts."""
     given = {name.lower() for name in settings.allowed_hosts}
     is_for_others = has_keys and not _is_loopback(settings.host) and not given
-    if settings.uds or "*" in given or is_for_others:
+    if "*" in given or is_for_others:
         return None
     return frozenset({"localhost", settings.host.lower(), socket.gethostname().lower(), *given})
 

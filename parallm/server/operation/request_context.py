@@ -14,10 +14,14 @@ from typing import Any
 
 from parallm.errors import ConfigError
 from parallm.json_log import JsonFormatter, is_json
+from parallm.log_files import LogFile
 from parallm.server.settings import KeyRole
+from parallm.types import TrafficClass
 
 LOCAL = "parallm.local"
 """Key in the ASGI scope of a request that this process makes itself. No server sets it."""
+UNIX = "parallm.unix"
+"""Key in the ASGI scope of a request over a unix socket: the keys that count there beside the server's."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -51,6 +55,8 @@ class RequestContext:
 
 
 current_request: ContextVar[RequestContext | None] = ContextVar("current_request", default=None)
+request_traffic: ContextVar[TrafficClass] = ContextVar("request_traffic", default="serving")
+"""Class of the completions that the present request asks for: `rollout` where nobody waits for its answer."""
 
 request_log = logging.getLogger("parallm.requests")
 request_log.propagate = False  # one line a request is too much for the log of a run
@@ -68,12 +74,15 @@ def request_fields() -> dict[str, Any]:
 
 
 @contextmanager
-def writing_request_log(target: str | None) -> Iterator[None]:
-    """Append to the file `target`, or write to standard error for `stderr`. Raises ConfigError."""
+def writing_request_log(target: str | None, max_bytes: int | None = None) -> Iterator[None]:
+    """Append to the file `target`, which `max_bytes` rotate, or write to standard error for `stderr`.
+
+    Raises ConfigError.
+    """
     if target is None:
         yield
         return
-    handler = _handler(target)
+    handler = _handler(target, max_bytes)
     handler.setFormatter(JsonFormatter(request_fields))
     handler.addFilter(lambda record: record.name == request_log.name or record.levelno >= logging.WARNING)
     process_log_has_failures = target == STDERR and any(map(is_json, logging.root.handlers))
@@ -91,10 +100,10 @@ def writing_request_log(target: str | None) -> Iterator[None]:
         handler.close()
 
 
-def _handler(target: str) -> logging.Handler:
+def _handler(target: str, max_bytes: int | None) -> logging.Handler:
     if target == STDERR:
         return logging.StreamHandler(sys.stderr)
     try:
-        return logging.FileHandler(target)
+        return LogFile(target, max_bytes)
     except OSError as error:
         raise ConfigError(f"server.request_log={target} cannot be written: {error}; name another file") from error

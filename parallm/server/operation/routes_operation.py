@@ -1,6 +1,8 @@
-"""`/health`, `/ready` and `/metrics`, for programs that watch the process."""
+"""`/health`, `/ready`, `/v1/status` and `/metrics`, for programs that watch the process."""
 
 import asyncio
+import os
+import time
 from typing import Any
 
 from fastapi import APIRouter
@@ -10,6 +12,7 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
+from parallm import __version__
 from parallm.errors import EngineStopped
 from parallm.server.catalog import served_version
 from parallm.server.failures import Draining
@@ -44,6 +47,21 @@ def operation_routes(service: Service, drain: Drain) -> APIRouter:
         except TimeoutError as error:
             raise EngineStopped(f"the engine has not answered for {SECONDS_TO_ANSWER:.0f} s") from error
         return _json({"status": "ready"})
+
+    @router.get("/v1/status")
+    async def status() -> Response:
+        """The process: its id, version and age, and how many requests it has."""
+        load = service.engine.stats()
+        return _json(
+            {
+                "status": "draining" if drain.is_draining else "running",
+                "pid": os.getpid(),
+                "version": __version__,
+                "uptime_seconds": round(time.time() - service.started, 1),
+                "num_running": load.num_running,
+                "num_waiting": load.num_waiting,
+            }
+        )
 
     @router.get("/metrics")
     async def metrics(http: Request) -> Response:

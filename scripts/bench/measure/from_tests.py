@@ -99,6 +99,9 @@ give(
     "tasks", "tasks/test_references.py", 0.5, {"tasks.worst_embedding_error": Bar(max=1e-5)}, worst_embedding_error=max
 )
 give("task_losses", "tasks/test_losses.py", 0.1, {"tasks.worst_loss_error": Bar(max=1e-6)}, worst_loss_error=max)
+EXACT = {"gguf.types_exact": Bar(min=12, max=12), "gguf.control_types_inexact": Bar(min=7)}
+DAMAGED = {"gguf.mutants_survived": Bar(min=5000), "gguf.mutants_refused": Bar(min=2500)}
+give("gguf", "model/gguf", 2, EXACT, DAMAGED, {"gguf.control_unclear_errors": Bar(min=10)})
 give(
     "task_learning",
     "learning/test_encoders.py",
@@ -107,6 +110,14 @@ give(
     {"tasks.embedding_seconds": Bar(max=60), "tasks.embedding_control_gain": Bar(min=0, max=0)},
     {"tasks.classifier_before": Bar(max=0.6), "tasks.classifier_accuracy": Bar(min=0.95)},
     {"tasks.classifier_control_gain": Bar(min=0, max=0)},
+)
+give(
+    "cartpole",
+    "learning/test_cartpole.py",
+    3,
+    {"tasks.cartpole_before": Bar(max=100), "tasks.cartpole_return": Bar(min=400)},
+    {"tasks.cartpole_seconds": Bar(max=180), "tasks.cartpole_versions": Bar(min=10)},
+    {"tasks.cartpole_control_gain": Bar(min=0, max=0)},
 )
 give("trl", "interop/trl/test_samples.py", 40, {"trl.samples_to_80_ratio": Bar(max=1)})
 give("split", "robustness/test_split.py", 1, {"ab.share_error": Bar(max=0.02)}, zero("ab.failed_requests"))
@@ -198,7 +209,21 @@ give(
     {"engine.soak.traces_over_buckets": Bar(max=1)},
     zero("engine.soak.lost", "engine.soak.leaked_kv_bytes", "engine.soak.failed_besides"),
 )
-CLIENTS = {"clients.passed": Bar(), "clients.total": Bar(min=157), "tasks.clients_passed": Bar(min=7)}
+give(
+    "models",
+    "interop/models",
+    10,
+    {"jobs.accuracy_before": Bar(), "jobs.accuracy_gain": Bar(min=0.3), "jobs.control_gain": Bar(min=-0.1, max=0.1)},
+    {"models.clients_passed": Bar(min=7), "models.clients_total": Bar(min=7)},
+)
+give(
+    "job_kills",
+    "robustness/test_job_kills.py",
+    6,
+    {"jobs.kills": Bar(min=20), "jobs.control_lost": Bar(min=1), "jobs.control_twice": Bar(min=1)},
+    zero("jobs.lost", "jobs.twice"),
+)
+CLIENTS = {"clients.passed": Bar(), "clients.total": Bar(min=157), "tasks.clients_passed": Bar(min=8)}
 give("clients", "interop/clients/test_clients.py", 5, CLIENTS, zero("clients.failed"))
 give(
     "verifiers",

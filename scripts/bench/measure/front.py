@@ -312,7 +312,7 @@ async def front_here(urls: Sequence[str]) -> AsyncIterator[tuple[str, Sequence[W
         async with asyncio.timeout(SECONDS_TO_START):
             while len(workers.up) < len(urls):
                 await asyncio.sleep(0.05)
-        yield f"http://127.0.0.1:{bound.getsockname()[1]}", workers.all
+        yield bound.url, workers.all
 
 
 def start_fake(port: int, seconds_per_token: float) -> subprocess.Popen[bytes]:

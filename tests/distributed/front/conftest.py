@@ -48,7 +48,7 @@ async def fronted(
 ) -> AsyncIterator[Fronted]:
     settings = settings or ServerSettings(port=0, drain_seconds=0)
     keys, bound = read_keys(settings), bind(settings)
-    url = f"http://127.0.0.1:{bound.getsockname()[1]}"
+    url = bound.url
     async with (
         open_front(settings, FrontSettings(hold_seconds=hold_seconds), keys, bound) as (workers, _),
         httpx.AsyncClient(base_url=url, timeout=SECONDS, trust_env=False) as client,

@@ -29,11 +29,13 @@ from bench.processes import (
 )
 
 from tests.interop.clients.tool_model import write_tool_model
+from tests.tasks.policy_files import write_policy
 from tests.tasks.tiny_folders import read, write_folder
 
 PROGRAMS = Path(__file__).parent / "programs"
 TRANSFORMERS = "transformers==5.23.0"
 SECONDS = 300.0
+SETTINGS = ("tasks.pooling=mean", "jobs.enabled=true")
 ENCODERS = {"rerank": "xlm_roberta_reranker", "classify": "modernbert_classifier"}
 """Folders of `tests/tasks/references`, by what they do."""
 PROBLEMS = {
@@ -66,6 +68,7 @@ LITELLM = ("litellm==1.106.2", "mcp==2.3.0")
 LM_EVAL = ("lm-eval[api]==0.4.13", TRANSFORMERS)
 TRL = ("trl==1.16.0", "guidellm==0.8.1", TRANSFORMERS, "requests")
 TASKS = ("cohere==7.3.1", "infinity-client==0.0.78", "huggingface_hub==2.4.0", "numpy")
+TRITON = ("tritonclient[http]==2.73.0",)
 MTEB = ("mteb==2.26.24", "sentence-transformers==6.2.0", TRANSFORMERS)
 CLIENTS = (
     Client(name="openai", program="openai_probes.py", requirements=OPENAI, is_of_tasks=True),
@@ -78,6 +81,7 @@ CLIENTS = (
     Client(name="cohere", program="cohere_calls.py", requirements=TASKS, is_of_tasks=True),
     Client(name="infinity-client", program="infinity_calls.py", requirements=TASKS, is_of_tasks=True),
     Client(name="huggingface_hub", program="huggingface_calls.py", requirements=TASKS, is_of_tasks=True),
+    Client(name="tritonclient", program="kserve_calls.py", requirements=TRITON, is_of_tasks=True),
     Client(name="mteb", program="mteb_calls.py", requirements=MTEB, needs_torch=True, is_of_tasks=True),
     Client(name="atropos", program="atropos_calls.py", requirements=OPENAI),
 )
@@ -99,7 +103,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     write_tool_model(model)
     write_problems(model, problems)
     with ExitStack() as servers:
-        server = servers.enter_context(running("parallm.serve", [f"model.path={model}", "tasks.pooling=mean"], folder))
+        policy_net = f"tasks.policies.agent={write_policy(folder / 'agent')}"
+        words = [f"model.path={model}", *SETTINGS, policy_net]
+        server = servers.enter_context(running("parallm.serve", words, folder))
         urls = {}
         for task, name in ENCODERS.items():
             (folder / task).mkdir()

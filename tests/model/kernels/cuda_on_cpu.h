@@ -27,6 +27,7 @@ inline unsigned min(unsigned a, int b) { return min(a, unsigned(b)); }
 
 #define __cvta_generic_to_shared(pointer) address_of(pointer)
 #define __expf expf
+inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 
 struct Size3 {
   int x, y;
@@ -53,6 +54,21 @@ struct __half {
   explicit __half(float from) : value(from) {}
   explicit operator float() const { return value; }
 };
+struct alignas(4) __half2 {
+  __half x, y;
+};
+inline __half2 __hsub2(__half2 a, __half2 b) {
+  return {__half(float(a.x) - float(b.x)), __half(float(a.y) - float(b.y))};
+}
+inline __half2 __hfma2(__half2 a, __half2 b, __half2 c) {
+  return {__half(float(a.x) * float(b.x) + float(c.x)), __half(float(a.y) * float(b.y) + float(c.y))};
+}
+inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selectors) {
+  const uint64_t both = uint64_t(high) << 32 | low;
+  unsigned found = 0;
+  for (int i = 0; i < 4; i++) found |= unsigned(both >> (selectors >> 4 * i & 7) * 8 & 255) << 8 * i;
+  return found;
+}
 
 // Fibers
 constexpr int MAX_THREADS = 1024, STACK = 1 << 16;
@@ -132,14 +148,17 @@ unsigned address_of(const void* at) {
 struct Copy {
   unsigned to;
   const void* from;
+  int bytes;
   bool valid;
 };
 std::vector<std::vector<Copy>> copies[MAX_THREADS];  // the last group of a thread is open
-void copy_vector(unsigned to, const void* from, bool valid) {
-  CHECK(to % 16 == 0 && to + 16 <= num_shared && uintptr_t(from) % 16 == 0);
-  std::memset(shared_memory + to, 0xff, 16);
-  copies[threadIdx.x].back().push_back({to, from, valid});
+template <int BYTES>
+void copy_few(unsigned to, const void* from, bool valid = true) {
+  CHECK(to % BYTES == 0 && to + BYTES <= num_shared && uintptr_t(from) % BYTES == 0);
+  std::memset(shared_memory + to, 0xff, BYTES);
+  copies[threadIdx.x].back().push_back({to, from, BYTES, valid});
 }
+void copy_vector(unsigned to, const void* from, bool valid) { copy_few<16>(to, from, valid); }
 void copy_async(unsigned to, const void* from) { copy_vector(to, from, true); }
 void commit_copies() { copies[threadIdx.x].emplace_back(); }
 template <int N>
@@ -148,9 +167,9 @@ void wait_copies() {
   for (; groups.size() > N + 1; groups.erase(groups.begin()))
     for (const Copy& copy : groups.front())
       if (copy.valid)
-        std::memcpy(shared_memory + copy.to, copy.from, 16);
+        std::memcpy(shared_memory + copy.to, copy.from, copy.bytes);
       else
-        std::memset(shared_memory + copy.to, 0, 16);
+        std::memset(shared_memory + copy.to, 0, copy.bytes);
 }
 
 // Tensor cores: PTX, "Warp Level Matrix Instructions"

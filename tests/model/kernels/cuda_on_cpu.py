@@ -41,7 +41,7 @@ class CpuKernels:
         self._libraries: dict[tuple[object, ...], ctypes.CDLL] = {}
 
     def __call__(self, name: str, defines: Defines = (), *, shared_memory: int = 0) -> Any:
-        key = name, defines, self.mutation
+        key = name, defines, self.mutation if name == self.mutation[0] else ""
         if key not in self._libraries:
             self._libraries[key] = self._compile(name, defines)
         function = self._libraries[key].launch_kernel

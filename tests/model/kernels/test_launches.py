@@ -21,6 +21,8 @@ from parallm.model.kernels import (
     gather,
     page_copy,
     paged_attention,
+    quantized_gemm,
+    segmented_lora,
     slot_copy,
     small_batch_gemm,
     token_scores,
@@ -37,7 +39,8 @@ from parallm.model.kernels.token_draw import draw_tokens, score_tokens
 from parallm.model.kernels.token_filter import ends_by_kernel, weights_by_kernel
 from parallm.model.kernels.unpack import unpack_weights
 from parallm.model.logprobs import softmax_of
-from parallm.model.lora.segmented import order_rows
+from parallm.model.lora import segmented
+from parallm.model.lora.segmented import add_products, order_rows
 from tests.model.kernels.test_compiler import NAMES, needs_nvrtc
 from tests.model.lora.test_segmented import random_versions
 
@@ -213,6 +216,10 @@ def normalize(dtype: mx.Dtype, *, size: int, splits: int) -> None:
     parts, stream = mx.zeros((splits, 5, 1, size), half if splits == 1 else mx.float32), mx.zeros((5, 1, size), half)
     assert add_norm.fits(parts, stream)
     add_norm.add_norm(parts, stream, mx.ones(size, half), 1e-5)
+    versions = random_versions(64, [size], [16], 2, half)
+    order_B2, hidden_PBTK = order_rows([0, 1, 0, 1, -1], 2), mx.zeros((2, 5, 1, 32))
+    lora = ShrinkOutput(weights=versions.weights, order_B2=order_B2, hidden_PBTK=hidden_PBTK)
+    add_norm.add_norm(parts, stream, mx.ones(size, half), 1e-5, lora)
 
 
 def copy(dtype: mx.Dtype) -> None:
@@ -243,6 +250,23 @@ def multiply(dtype: mx.Dtype, *, versions: int, widths: list[int], bias: bool, r
         output.gated()
     if len(widths) == 1:
         output.added_to(mx.zeros((rows, 1, widths[0]), half))
+
+
+def multiply_tokens(dtype: mx.Dtype, *, widths: list[int]) -> None:
+    """LoRA of many tokens of one version."""
+    half = mx.bfloat16 if dtype == mx.float32 else dtype
+    weights = random_versions(512, widths, [16] * len(widths), 1, half).weights
+    add_products(weights, mx.zeros((256, 1, sum(widths)), half), mx.zeros((256, 1, 512), half), mx.zeros(256, mx.int32))
+
+
+def multiply_packed(dtype: mx.Dtype, *, rows: int, outputs: int = 4096, bias: bool = False, group: int = 64) -> None:
+    half = mx.bfloat16 if dtype == mx.float32 else dtype
+    linear = nn.Linear(512, outputs, bias=bias)
+    linear.set_dtype(half)
+    layer = nn.QuantizedLinear.from_linear(linear, group_size=group, bits=4)
+    x = mx.zeros((rows, 1, 512), half)
+    quantized_gemm.quantized_gemm(x, layer, is_whole=False)
+    quantized_gemm.quantized_gemm(x, layer, is_whole=True, is_gated=True)
 
 
 def sum_over_ranks(dtype: mx.Dtype) -> None:
@@ -289,6 +313,13 @@ FACES: dict[str, Face] = {
     "sum over ranks": sum_over_ranks,
     "take": take,
     "unpack": unpack,
+    "multiply tokens by A": lambda dtype: multiply_tokens(dtype, widths=[64]),
+    "multiply tokens by A and join B": lambda dtype: multiply_tokens(dtype, widths=[64, 32, 32]),
+    "multiply packed": lambda dtype: multiply_packed(dtype, rows=1),
+    "multiply packed, small groups": lambda dtype: multiply_packed(dtype, rows=32, outputs=28672, group=32),
+    "multiply packed, biased": lambda dtype: multiply_packed(dtype, rows=64, outputs=6144, bias=True),
+    "multiply packed, many rows": lambda dtype: multiply_packed(dtype, rows=128, outputs=28672, group=128),
+    "multiply packed, blocks of rows": lambda dtype: multiply_packed(dtype, rows=255),
     "multiply": lambda dtype: multiply(dtype, versions=0, widths=[64, 32, 32], bias=False),
     "multiply, biased": lambda dtype: multiply(dtype, versions=0, widths=[64, 64], bias=True),
     "multiply, alone": lambda dtype: multiply(dtype, versions=0, widths=[4096], bias=False),
@@ -326,8 +357,19 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
         told.append(Launch(name, defines, list(inputs), list(scalars), list(output_dtypes), shared_memory))
         return [mx.zeros(shape, dtype) for shape, dtype in zip(output_shapes, output_dtypes, strict=True)]
 
-    for module in (add_norm, decode_attention, gather, paged_attention, slot_copy, small_batch_gemm, token_scores):
+    for module in (
+        add_norm,
+        decode_attention,
+        gather,
+        paged_attention,
+        segmented_lora,
+        slot_copy,
+        small_batch_gemm,
+        token_scores,
+    ):
         monkeypatch.setattr(module, "has_kernels", lambda: True)
+    monkeypatch.setattr(small_batch_gemm, "architecture", lambda: "sm_90")
+    monkeypatch.setattr(segmented, "TAKES_TOKENS_AS_WEIGHTS", True)
     monkeypatch.setattr(cuda, "target", lambda: "sm_90a")
     monkeypatch.setattr(cuda, "cubin", compile_nothing)
     monkeypatch.setattr(mx.fast, "precompiled_cuda_kernel", launch)

@@ -6,6 +6,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
+from parallm.model.kernels import segmented_lora
 from parallm.model.kernels import small_batch_gemm as module
 from parallm.model.kernels.cuda import architecture, on_cuda
 from parallm.model.kernels.segmented_lora import GroupOutput, ShrinkOutput
@@ -20,9 +21,10 @@ from parallm.model.kernels.small_batch_gemm import (
     small_batch_gemm,
 )
 from parallm.model.kernels.swiglu import swiglu_of_halves
-from parallm.model.lora.segmented import order_rows
+from parallm.model.lora import segmented
+from parallm.model.lora.segmented import add_products, order_rows
 from tests.model.kernels.cuda_on_cpu import CpuKernels, needs_compiler
-from tests.model.lora.test_segmented import expected, random_versions
+from tests.model.lora.test_segmented import expected, random_versions, split
 
 needs_hopper = pytest.mark.skipif(not on_cuda() or architecture() != "sm_90", reason="needs a Hopper GPU")
 SHAPES = {(4096, 6144): 48, (4096, 28672): 32, (14336, 4096): 16, (896, 1152): 48, (4864, 896): 16, (64, 8): 8}
@@ -142,6 +144,51 @@ def test_threads_gate_their_outputs(rows: int, bias: bool, monkeypatch: pytest.M
     kernels.mutation = "small_batch_gemm", "row % 2 * (outputs / 2)", "row % 2"
     wrong, _ = small_batch_gemm(x, linear, None, is_whole=True, is_gated=True)
     assert mx.abs(wrong[0].astype(mx.float32) - gated(x, linear)).max().item() > 0.1
+
+
+@needs_compiler
+@pytest.mark.cpu
+def test_kernels_multiply_tokens_by_a_and_lay_b_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels, widths, ranks = CpuKernels(tmp_path), [96, 32, 32], [16, 8, 8]
+    for one in (segmented_lora, module):
+        monkeypatch.setattr(one, "kernel", kernels)
+        monkeypatch.setattr(one, "has_kernels", lambda: True)
+    monkeypatch.setattr(module, "architecture", lambda: "sm_90")
+    monkeypatch.setattr(segmented, "TAKES_TOKENS_AS_WEIGHTS", True)
+    versions = random_versions(64, widths, ranks, 1, mx.float16)
+    x, y = (mx.random.normal((24, 1, size)).astype(mx.float16) for size in (64, sum(widths)))
+    wanted = expected(y, x, widths, ranks, versions, [0] * 24)
+
+    def furthest() -> float:
+        found = split(add_products(versions.weights, y, x, mx.zeros(24, mx.int32)), widths)
+        return max(mx.abs(one - other).max().item() for one, other in zip(found, wanted, strict=True))
+
+    assert furthest() < 1e-2
+    for mutation in (("block_diagonal", "row -= ranks[s]", "row -= 8"), ("block_diagonal", "output -= widths[s]", "")):
+        kernels.mutation = mutation
+        assert furthest() > 0.1
+
+
+@needs_hopper
+@pytest.mark.parametrize(("dtype", "tolerance"), [(mx.bfloat16, 2e-2), (mx.float16, 4e-3)])
+@pytest.mark.parametrize(("inputs", "widths"), [(4096, [4096, 1024, 1024]), (4096, [14336] * 2), (14336, [4096])])
+@pytest.mark.parametrize(("count", "as_weights"), [(1, False), (1, True), (3, False)])
+def test_prompts_agree_with_the_operations(
+    inputs: int,
+    widths: list[int],
+    count: int,
+    as_weights: bool,
+    dtype: mx.Dtype,
+    tolerance: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(segmented, "TAKES_TOKENS_AS_WEIGHTS", as_weights)
+    ranks, index = [16] * len(widths), [token % (count + 1) - 1 if count > 1 else 0 for token in range(512)]
+    versions = random_versions(inputs, widths, ranks, count, dtype)
+    x, y = (mx.random.normal((512, 1, size)).astype(dtype) / 8 for size in (inputs, sum(widths)))
+    found = split(add_products(versions.weights, y, x, mx.array(index, mx.int32)), widths)
+    for one, wanted in zip(found, expected(y, x, widths, ranks, versions, index), strict=True):
+        assert_near(one, wanted, tolerance)
 
 
 @needs_hopper

@@ -12,6 +12,7 @@ from parallm.model.kernels.segmented_lora import GroupOutput, GroupWeights, Shri
 from parallm.model.lora.segmented import (
     MIN_LONG,
     SegmentedLora,
+    add_products,
     order_rows,
     order_tokens,
     pack_lora,
@@ -88,12 +89,16 @@ def expected(
     return found
 
 
+def split(whole: mx.array, widths: list[int]) -> list[mx.array]:
+    parts: list[mx.array] = mx.split(whole, [sum(widths[:end]) for end in range(1, len(widths))], axis=-1)
+    return parts
+
+
 @pytest.mark.parametrize(("widths", "ranks"), [([64], [8]), ([96, 32, 32], [16, 8, 8])])
 def test_many_tokens_of_one_version_go_through_plain_products(widths: list[int], ranks: list[int]) -> None:
     versions = random_versions(48, widths, ranks, 1, mx.float32)
     x, y = mx.random.normal((1, 7, 48)), mx.random.normal((1, 7, sum(widths)))
-    cuts = [sum(widths[:end]) for end in range(1, len(widths))]
-    found = versions.weights.add_products(mx.split(y, cuts, axis=-1), x, mx.zeros(7, mx.int32))
+    found = split(add_products(versions.weights, y, x, mx.zeros(7, mx.int32)), widths)
     for one, wanted in zip(found, expected(y, x, widths, ranks, versions, [0]), strict=True):
         assert mx.allclose(one, wanted, atol=1e-5).item()
 
@@ -103,8 +108,7 @@ def test_tokens_of_several_versions_go_through_plain_products(widths: list[int],
     versions = random_versions(48, widths, ranks, 3, mx.float32)
     index = [2, 2, 0, -1, 1, 0, 2]
     x, y = mx.random.normal((7, 1, 48)), mx.random.normal((7, 1, sum(widths)))
-    cuts = [sum(widths[:end]) for end in range(1, len(widths))]
-    found = versions.weights.add_products(mx.split(y, cuts, axis=-1), x, mx.array(index, mx.int32))
+    found = split(add_products(versions.weights, y, x, mx.array(index, mx.int32)), widths)
     for one, wanted in zip(found, expected(y, x, widths, ranks, versions, index), strict=True):
         assert mx.allclose(one, wanted, atol=1e-5).item()
     for one, other in zip(found, expected(y, x, widths, ranks, versions, [2, 2, 0, -1, 1, 0, 1]), strict=True):

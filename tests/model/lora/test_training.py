@@ -1,5 +1,6 @@
 """Gradients that add to one another, against plain differentiation."""
 
+import copy
 from collections.abc import Callable
 
 import mlx.core as mx
@@ -10,6 +11,7 @@ from parallm.model.adapters.initial import initial_arrays
 from parallm.model.lora.linear import LoraBinding, LoraContext, LoraLinear, merge_linears
 from parallm.model.lora.single import LoraScaling, SingleLora, single_lora
 from parallm.model.lora.training import TrainingLora
+from parallm.model.quantized import UnpackingLinear
 
 SHAPES = {"q": (64, 64), "k": (64, 32), "gate": (64, 96), "up": (64, 96), "down": (96, 64)}
 GROUPS = (("q", "k"), ("gate", "up"))
@@ -17,10 +19,14 @@ RANKS = {"q": 8, "k": 24}
 
 
 class Block(nn.Module):
-    def __init__(self, lora_context: LoraContext, *, bias: bool) -> None:
+    def __init__(self, lora_context: LoraContext, *, bias: bool, is_packed: bool = False) -> None:
         super().__init__()
         for name, shape in SHAPES.items():
-            setattr(self, name, LoraLinear(nn.Linear(*shape, bias=bias), name, lora_context))
+            linear: nn.Module = nn.Linear(*shape, bias=bias)
+            if is_packed:
+                linear = nn.QuantizedLinear.from_linear(linear, group_size=32, bits=4)
+                linear.__class__ = UnpackingLinear
+            setattr(self, name, LoraLinear(linear, name, lora_context))
 
     def __call__(self, x: mx.array) -> mx.array:
         y = x + self.q(x) + mx.concatenate([self.k(x)] * 2, axis=-1)
@@ -51,10 +57,11 @@ def gradients(
     return [value, of_x, *found]
 
 
+@pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-def test_outputs_and_gradients_are_those_of_plain_differentiation(bias: bool) -> None:
+def test_outputs_and_gradients_are_those_of_plain_differentiation(bias: bool, is_packed: bool) -> None:
     lora_context = LoraContext()
-    layers = Block(lora_context, bias=bias)
+    layers = Block(lora_context, bias=bias, is_packed=is_packed)
     x, structure = mx.random.normal((2, 5, 64)), adapter_of(random_arrays()).structure()
     expected = gradients(layers, lora_context, x, structure.lora)
     merge_linears(layers, GROUPS)
@@ -81,12 +88,21 @@ def test_groups_that_lack_a_target_or_do_more_than_multiply_take_the_plain_way()
     assert served(adapter_of(arrays)) == ["q", "k", "gate", "up"]
 
 
+def test_packed_weights_of_another_type_take_the_plain_way() -> None:
+    layers = Block(LoraContext(), bias=False, is_packed=True)
+    merge_linears(layers, GROUPS)
+    assert layers.down.merged.serves(TrainingLora(adapter_of(random_arrays())))
+    layers.down.linear.scales = layers.down.linear.scales.astype(mx.bfloat16)
+    assert not layers.down.merged.serves(TrainingLora(adapter_of(random_arrays())))
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-def test_targets_that_are_one_product_have_the_outputs_and_gradients_of_several(bias: bool) -> None:
-    layers, x = Block(LoraContext(), bias=bias), mx.random.normal((2, 5, 64))
+def test_targets_that_are_one_product_have_the_outputs_and_gradients_of_several(bias: bool, is_packed: bool) -> None:
+    layers, x = Block(LoraContext(), bias=bias, is_packed=is_packed), mx.random.normal((2, 5, 64))
     linears = [layers.gate.linear, layers.up.linear]
-    joined = nn.Linear(64, 192, bias=bias)
-    for name in ("weight", "bias") if bias else ("weight",):
+    joined = copy.copy(layers.gate.linear)
+    for name in (name for name in ("weight", "scales", "biases", "bias") if name in joined):
         joined[name] = mx.concatenate([linear[name] for linear in linears])
     adapter = adapter_of(random_arrays())
     structure = adapter.structure()

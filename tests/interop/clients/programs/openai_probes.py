@@ -88,6 +88,7 @@ def text_of(chunks: list[Any], index: int = 0) -> str:
 
 
 def main(url: str) -> int:
+    import openai_probes_batches  # noqa: F401, PLC0415
     import openai_probes_chat  # noqa: F401, PLC0415  the others register themselves
     import openai_probes_completions  # noqa: F401, PLC0415
     import openai_probes_embeddings  # noqa: F401, PLC0415

@@ -1,0 +1,492 @@
+"""Fine-tuning jobs: a queue of rows, of which one at a time is trained, and what clients see of it.
+
+Whatever a job does is noted before the next thing begins, and noting it twice changes nothing: ids of events and
+checkpoints follow from job and step. So a process that starts again goes on with the job that was running, from its
+last checkpoint, and its end is counted once.
+"""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from parallm.errors import InvalidRequest, NotStored, ParallmError, ProblemError
+from parallm.jobs.files import FileStore
+from parallm.jobs.graders import EnvironmentGrader, read_grader
+from parallm.jobs.plan import Plan, TuningRequest, asked, method_of, tuned_name
+from parallm.jobs.records import (
+    OPEN_JOBS,
+    CheckpointMetrics,
+    FineTuningJob,
+    JobCheckpoint,
+    JobError,
+    JobEvent,
+    JobStatus,
+    new_id,
+)
+from parallm.jobs.store import JobStore, Page, Table
+from parallm.jobs.training_files import read_problems, write_demonstrations
+
+TRAIN, HELD_OUT = "train.jsonl", "held_out.jsonl"
+COLUMNS = ("step", "train_loss", "train_mean_reward", "valid_loss", "valid_mean_reward", "valid_accuracy")
+"""Columns of the result file."""
+DISK_SECONDS = 10.0
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedVersion:
+    """A checkpoint on disk."""
+
+    step: int
+    version: int
+
+    @property
+    def alias(self) -> str:
+        """Its name behind the model's and an @."""
+        return f"ckpt-step-{self.step}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuningOrder:
+    """One job for the trainer."""
+
+    job_id: str
+    name: str
+    """The adapter to make versions of."""
+    request: TuningRequest
+    folder: Path
+    """The run folder, which may hold checkpoints of this job; `TRAIN` and `HELD_OUT` are there."""
+    training_file: Path | None
+    validation_file: Path | None
+    listener: "JobListener"
+    stop: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set to end training after the present step, which is saved."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuningResult:
+    was_stopped: bool
+    trained_tokens: int
+    rows: list[Mapping[str, Any]]
+    """One for each step, under the names of `COLUMNS`."""
+
+
+Train = Callable[[TuningOrder], Coroutine[Any, Any, TuningResult]]
+"""Trains until the end or until `stop` is set. Raises ParallmError. The model answers by then under its name."""
+
+
+class FineTuning:
+    """Used on the event loop."""
+
+    def __init__(
+        self,
+        store: JobStore,
+        files: FileStore,
+        folder: Path,
+        *,
+        base: str,
+        environments: frozenset[str],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`base` is the model's path, for names of models; `environments` are those that a grader may name."""
+        self._jobs = Table(store, "fine_tuning_jobs", FineTuningJob, "fine-tuning job")
+        self._events = Table(store, "job_events", JobEvent, "event")
+        self._checkpoints = Table(store, "job_checkpoints", JobCheckpoint, "checkpoint")
+        self._store = store
+        self._files = files
+        self._folder = folder
+        self._base = base
+        self._environments = environments
+        self._clock = clock
+        self._changed = asyncio.Event()
+        self._running: TuningOrder | None = None
+        self._is_closing = False
+        self.unload: Callable[[str], None] = lambda name: None
+        """Forgets a model that will not be asked any more."""
+
+    def reader_of(self, file_id: str) -> str | None:
+        """Return the open job that reads this file."""
+        jobs = self._jobs.all(OPEN_JOBS)
+        return next((job.id for job in jobs if file_id in (job.training_file, job.validation_file)), None)
+
+    def create(self, request: TuningRequest, owner: str, visible_to: str | None) -> FineTuningJob:
+        """Raises InvalidRequest, UnknownObject."""
+        self._check(request, visible_to)
+        job = FineTuningJob(
+            id=new_id("ftjob-"),
+            created_at=int(self._clock()),
+            model=request.model,
+            training_file=request.training_file,
+            validation_file=request.validation_file,
+            method=method_of(request, asked(request)),
+            hyperparameters=asked(request),
+            seed=request.seed,
+            metadata=request.metadata,
+        )
+        with self._store.changing():
+            self._jobs.add(job, owner=owner, group=job.status, request=request.model_dump_json())
+            self._tell(job.id, "created", f"Created fine-tuning job: {job.id}")
+        self._changed.set()
+        return job
+
+    def get(self, name: str, owner: str | None) -> FineTuningJob:
+        """Raises UnknownObject."""
+        return self._jobs.get(name, owner)
+
+    def page(self, *, owner: str | None, after: str | None, limit: int) -> Page[FineTuningJob]:
+        """Raises UnknownObject."""
+        return self._jobs.page(owner=owner, after=after, limit=limit)
+
+    def events(self, name: str, owner: str | None, *, after: str | None, limit: int) -> Page[JobEvent]:
+        """Raises UnknownObject."""
+        self._jobs.get(name, owner)
+        return self._events.page(groups=(name,), after=after, limit=limit)
+
+    def checkpoints(self, name: str, owner: str | None, *, after: str | None, limit: int) -> Page[JobCheckpoint]:
+        """Raises UnknownObject."""
+        self._jobs.get(name, owner)
+        return self._checkpoints.page(groups=(name,), after=after, limit=limit)
+
+    def cancel(self, name: str, owner: str | None) -> FineTuningJob:
+        """End a job for good; its checkpoints are forgotten. Raises UnknownObject, InvalidRequest."""
+        job = self._open(name, owner, "cancel")
+        with self._store.changing():
+            job = self._put(job, "cancelled", finished_at=int(self._clock()), estimated_finish=None)
+            self._tell(job.id, "cancelled", "The job was cancelled")
+            for checkpoint in self._checkpoints.all((job.id,)):
+                self._checkpoints.delete(checkpoint.id)
+        if not self._stop(job.id):
+            self.unload(self.model_name(job))
+        return job
+
+    def pause(self, name: str, owner: str | None) -> FineTuningJob:
+        """Let a job end its present step, and others go first until `resume`. Raises UnknownObject, InvalidRequest."""
+        job = self._open(name, owner, "pause")
+        if job.status == "paused":
+            raise InvalidRequest(f"{job.id} is paused already", "fine_tuning_job_id")
+        job = self._put(job, "paused", estimated_finish=None)
+        self._tell(job.id, new_id("paused-"), "The job was paused")
+        self._stop(job.id)
+        return job
+
+    def resume(self, name: str, owner: str | None) -> FineTuningJob:
+        """Put a paused job back into the queue, at the place of its creation. Raises UnknownObject, InvalidRequest."""
+        job = self._open(name, owner, "resume")
+        if job.status != "paused":
+            raise InvalidRequest(f"{job.id} is {job.status}, not paused", "fine_tuning_job_id")
+        # its files are checked again, since it may have been paused before they were
+        job = self._put(job, "validating_files")
+        self._tell(job.id, new_id("resumed-"), "The job was resumed")
+        self._changed.set()
+        return job
+
+    def succeeded(self) -> list[tuple[str, Path]]:
+        """Return name and run folder of each model that a job has made."""
+        jobs = self._jobs.all(("succeeded",))
+        return [(job.fine_tuned_model, self.folder(job.id)) for job in jobs if job.fine_tuned_model is not None]
+
+    def model_name(self, job: FineTuningJob) -> str:
+        return tuned_name(self._base, self._request(job).suffix, job.id)
+
+    def folder(self, job_id: str) -> Path:
+        return self._folder / job_id
+
+    async def run(self, train: Train) -> None:
+        """Check and train jobs until it is cancelled: the one that an earlier process has left, then the oldest."""
+        while not self._is_closing:
+            self._changed.clear()
+            try:
+                for job in self._jobs.all(("validating_files",)):
+                    await self._validate(job)
+                waiting = [*self._jobs.all(("running",)), *self._jobs.all(("queued",))]
+                if waiting:
+                    await self._train(waiting[0], train)
+                elif not self._jobs.all(("validating_files",)):
+                    await self._changed.wait()
+            except NotStored as error:
+                logger.error("jobs wait, since the disk does not take what they report: %s", error)
+                await asyncio.sleep(DISK_SECONDS)
+
+    async def close(self, seconds: float) -> None:
+        """Let the present job end its step and save, within `seconds`; it goes on when the server starts again."""
+        order, self._is_closing = self._running, True
+        if order is not None:
+            order.stop.set()
+            until = asyncio.get_running_loop().time() + seconds
+            while self._running is order and asyncio.get_running_loop().time() < until:
+                await asyncio.sleep(0.02)
+
+    async def _validate(self, job: FineTuningJob) -> None:
+        request, folder = self._request(job), self.folder(job.id)
+        if job.training_file:
+            self._tell(job.id, "validating", f"Validating training file: {job.training_file}")
+        for name, file_id in (("training_file", job.training_file), ("validation_file", job.validation_file)):
+            if not file_id:
+                continue
+            try:
+                path = self._files.path(self._files.get(file_id))
+                target = folder / (TRAIN if name == "training_file" else HELD_OUT)
+                await asyncio.to_thread(_check_file, request, path, target)
+            except ParallmError as error:
+                if self._jobs.get(job.id).status == "validating_files":
+                    self._fail(self._jobs.get(job.id), f"invalid_{name}", f"{file_id}: {error}", name)
+                return
+        if self._jobs.get(job.id).status == "validating_files":
+            with self._store.changing():
+                self._put(self._jobs.get(job.id), "queued")
+                self._tell(job.id, "queued", "Files validated, moving job to queued state")
+
+    async def _train(self, job: FineTuningJob, train: Train) -> None:
+        request = self._request(job)
+        listener = JobListener(self, job.id, self.model_name(job))
+        order = TuningOrder(
+            job_id=job.id,
+            name=self.model_name(job),
+            request=request,
+            folder=self.folder(job.id),
+            training_file=self._path(job.training_file),
+            validation_file=self._path(job.validation_file),
+            listener=listener,
+        )
+        self._put(job, "running")
+        self._tell(job.id, "started", "Fine-tuning job started")
+        self._running = order
+        training = asyncio.create_task(train(order))
+        try:
+            await asyncio.wait((training,))
+        finally:
+            training.cancel()
+            await asyncio.wait((training,))
+            self._running = None
+        error = training.exception()
+        if error is None:
+            await self._finish(job.id, order, training.result())
+        elif isinstance(error, ParallmError):
+            self._end_with(job.id, "training_failed", str(error))
+        else:
+            logger.error("job %s has failed", job.id, exc_info=error)
+            message = f"the server failed to train, its log has the cause: {type(error).__name__}"
+            self._end_with(job.id, "server_error", message)
+        if self._jobs.get(job.id).status in ("cancelled", "failed"):
+            self.unload(order.name)
+
+    async def _finish(self, job_id: str, order: TuningOrder, result: TuningResult) -> None:
+        if result.was_stopped or self._jobs.get(job_id).status != "running":
+            return  # cancelled, paused, or to be gone on with by the next process
+        file_id = f"file-{job_id.partition('-')[2]}"
+        results = order.folder / "step_metrics.csv"
+        await asyncio.to_thread(results.write_text, _csv(result.rows))
+        await asyncio.to_thread(
+            self._files.adopt,
+            results,
+            file_id,
+            name=f"{job_id}_step_metrics.csv",
+            purpose="fine-tune-results",
+            owner=self._jobs.owner(job_id),
+            expires_after=None,
+        )
+        with self._store.changing():  # the end of a job is one change
+            self._put(
+                self._jobs.get(job_id),
+                "succeeded",
+                fine_tuned_model=order.name,
+                finished_at=int(self._clock()),
+                estimated_finish=None,
+                trained_tokens=result.trained_tokens,
+                result_files=[file_id],
+            )
+            self._tell(job_id, "model", f"New fine-tuned model created: {order.name}")
+            self._tell(job_id, "succeeded", "The job has successfully completed")
+
+    def _end_with(self, job_id: str, code: str, message: str) -> None:
+        job = self._jobs.get(job_id)
+        if job.status == "running":
+            self._fail(job, code, message, None)
+
+    def _fail(self, job: FineTuningJob, code: str, message: str, param: str | None) -> None:
+        error = JobError(code=code, message=message, param=param)
+        with self._store.changing():
+            self._put(job, "failed", error=error, finished_at=int(self._clock()), estimated_finish=None)
+            self._tell(job.id, "failed", f"The job failed: {message}", level="error")
+
+    def _check(self, request: TuningRequest, visible_to: str | None) -> None:
+        grader = None if request.grader is None else read_grader(request.grader)
+        if isinstance(grader, EnvironmentGrader):
+            if grader.name not in self._environments:
+                known = ", ".join(sorted(self._environments)) or "none"
+                raise InvalidRequest(
+                    f"no environment {grader.name[:100]!r} is registered; there are {known} (jobs.environments)",
+                    "method.reinforcement.grader.name",
+                )
+            for name in ("training_file", "validation_file"):
+                if getattr(request, name):
+                    raise InvalidRequest(f"an environment has problems of its own; leave {name} out, or empty", name)
+            return
+        for name in ("training_file", "validation_file"):
+            file_id = getattr(request, name)
+            if name == "training_file" and not file_id:
+                raise InvalidRequest("training_file is missing; upload one with purpose=fine-tune", name)
+            if file_id:
+                file = self._files.get(file_id, visible_to)
+                if file.purpose != "fine-tune":
+                    raise InvalidRequest(f"{file.id} has the purpose {file.purpose}; upload it with fine-tune", name)
+
+    def _open(self, name: str, owner: str | None, act: Literal["cancel", "pause", "resume"]) -> FineTuningJob:
+        job = self._jobs.get(name, owner)
+        if job.status not in OPEN_JOBS:
+            raise InvalidRequest(f"{job.id} is {job.status}, so there is nothing to {act}", "fine_tuning_job_id")
+        return job
+
+    def _stop(self, job_id: str) -> bool:
+        """Stop the job if it is at work, and return whether it is."""
+        self._changed.set()
+        if self._running is None or self._running.job_id != job_id:
+            return False
+        self._running.stop.set()
+        return True
+
+    def _request(self, job: FineTuningJob) -> TuningRequest:
+        return TuningRequest.model_validate_json(self._jobs.request(job.id))
+
+    def _path(self, file_id: str | None) -> Path | None:
+        return self._files.path(self._files.get(file_id)) if file_id else None
+
+    def _put(self, job: FineTuningJob, status: JobStatus, **fields: Any) -> FineTuningJob:
+        changed = job.model_copy(update={"status": status, **fields})
+        self._jobs.put(changed, group=status)
+        return changed
+
+    def _tell(
+        self,
+        job_id: str,
+        key: str,
+        message: str,
+        *,
+        level: Literal["info", "warn", "error"] = "info",
+        data: dict[str, Any] | None = None,
+    ) -> None:
+        """Add an event; a second one with this key replaces what the first says."""
+        event = JobEvent(
+            id=f"ftevent-{job_id.partition('-')[2]}-{key}",
+            created_at=int(self._clock()),
+            level=level,
+            message=message,
+            type="message" if data is None else "metrics",
+            data=data,
+        )
+        with self._store.changing():
+            self._events.add(event, owner="", group=job_id)
+            self._events.put(event, group=job_id)
+
+
+class JobListener:
+    """Notes what a running job reports. Used on the event loop."""
+
+    def __init__(self, jobs: FineTuning, job_id: str, name: str) -> None:
+        self._own = jobs
+        self._job_id = job_id
+        self._name = name
+        self._plan: Plan | None = None
+        self._began: tuple[float, int] | None = None
+        """Time and number of the first step of this process."""
+        self._metrics: dict[int, dict[str, Any]] = {}
+
+    def planned(self, plan: Plan) -> None:
+        """Note the numbers of the job."""
+        self._plan = plan
+        job = self._job()
+        method = method_of(self._own._request(job), plan.hyperparameters)
+        self._put(job, hyperparameters=plan.hyperparameters, method=method)
+
+    def resumed(self, step: int) -> None:
+        self._own._tell(self._job_id, new_id("goes-on-"), f"The job goes on after step {step}")
+
+    def stepped(self, row: Mapping[str, Any]) -> None:
+        """Note a finished step; `row` has names of `COLUMNS`."""
+        step, now = int(row["step"]), self._own._clock()
+        self._began = self._began or (now, step)
+        self._metrics[step] = {**self._metrics.get(step, {}), **row}
+        total = 0 if self._plan is None else self._plan.steps
+        shown = ", ".join(f"{name.replace('_', ' ')}={value:.4g}" for name, value in _numbers(row).items())
+        self._own._tell(self._job_id, f"step-{step}", f"Step {step}/{total}: {shown}", data=dict(row))
+        began, first = self._began
+        if step > first and total:
+            finish = int(now + (now - began) / (step - first) * (total - step))
+            self._put(self._job(), estimated_finish=finish)
+
+    def evaluated(self, row: Mapping[str, Any]) -> None:
+        """Note an evaluation after the step of `row`."""
+        step = int(row["step"])
+        self._metrics[step] = {**self._metrics.get(step, {}), **row}
+        shown = ", ".join(f"{name.replace('_', ' ')}={value:.4g}" for name, value in _numbers(row).items())
+        message = f"Evaluation after step {step}: {shown}"
+        self._own._tell(self._job_id, f"evaluation-{step}", message, data=dict(row))
+
+    def saved(self, kept: list[SavedVersion]) -> None:
+        """Note the checkpoints that are on disk, the newest last."""
+        with self._own._store.changing():
+            names = {self._checkpoint_id(saved.step) for saved in kept}
+            for checkpoint in self._own._checkpoints.all((self._job_id,)):
+                if checkpoint.id not in names:
+                    self._own._checkpoints.delete(checkpoint.id)
+            if self._job().status == "cancelled":
+                return
+            for saved in kept:
+                metrics = _numbers(self._metrics.get(saved.step, {}))
+                checkpoint = JobCheckpoint(
+                    id=self._checkpoint_id(saved.step),
+                    created_at=int(self._own._clock()),
+                    fine_tuned_model_checkpoint=f"{self._name}@{saved.alias}",
+                    fine_tuning_job_id=self._job_id,
+                    step_number=saved.step,
+                    metrics=CheckpointMetrics.model_validate({"step": saved.step, **metrics}),
+                )
+                self._own._checkpoints.add(checkpoint, owner="", group=self._job_id)
+            if kept:
+                step = kept[-1].step
+                self._own._tell(self._job_id, f"saved-{step}", f"Checkpoint created at step {step}")
+
+    def _checkpoint_id(self, step: int) -> str:
+        return f"ftckpt-{self._job_id.partition('-')[2]}-{step}"
+
+    def _job(self) -> FineTuningJob:
+        return self._own._jobs.get(self._job_id)
+
+    def _put(self, job: FineTuningJob, **fields: Any) -> None:
+        self._own._put(job, job.status, **fields)
+
+
+def new_seed() -> int:
+    return secrets.randbelow(2**31)
+
+
+def _check_file(request: TuningRequest, path: Path, target: Path) -> None:
+    """Raise ProblemError for a file that cannot be learned from. Demonstrations are written to `target`."""
+    try:
+        if request.kind == "supervised":
+            target.parent.mkdir(parents=True, exist_ok=True)
+            write_demonstrations(path, target)
+        else:
+            assert request.grader is not None, "a reinforcement job has a grader"
+            read_problems(path, read_grader(request.grader), "train")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ProblemError(f"it cannot be read: {error}") from error
+
+
+def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in row.items() if name != "step" and isinstance(value, int | float)}
+
+
+def _csv(rows: list[Mapping[str, Any]]) -> str:
+    lines = [",".join(COLUMNS), *(",".join(_cell(row.get(name)) for name in COLUMNS) for row in rows)]
+    return "\n".join(lines) + "\n"
+
+
+def _cell(value: object) -> str:
+    return "" if value is None else str(value)

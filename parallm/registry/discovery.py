@@ -1,0 +1,192 @@
+"""Model folders on this disk, as their small files and the headers of their tensors describe them. Loads no MLX.
+
+`find_models` looks in configured folders and in the Hugging Face cache, and changes neither.
+"""
+
+import hashlib
+import json
+import logging
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub.constants import HF_HUB_CACHE
+
+from parallm.errors import ModelError
+from parallm.model.task_spec import ENCODERS, read_task_spec, writes_text
+from parallm.registry.records import SEGMENT, Model
+
+CONFIG = "config.json"
+MAX_DEPTH = 3
+"""Levels below a configured folder, as in `host/owner/model`."""
+MAX_HEADER_BYTES = 100 * 2**20
+MAX_FILE_BYTES = 16 * 2**20
+"""Size of a small file of a model, such as tokenizer_config.json."""
+CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length")
+TASKS = {"embed": "embedding", "score": "score", "classify": "classify"}
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A model folder and the name that it suggests."""
+
+    source: str
+    folder: Path
+    name: str
+
+
+def find_models(folders: tuple[str, ...]) -> Iterator[Found]:
+    """Yield the models below `folders`, then those of the Hugging Face cache. A folder that is not there has none."""
+    for folder in folders:
+        root = Path(folder).expanduser().absolute()
+        yield from (Found(str(path), path, _name_of(root, path)) for path in _below(root, MAX_DEPTH))
+    for repository in sorted(Path(HF_HUB_CACHE).glob("models--*")):
+        reference = repository / "refs" / "main"
+        if reference.is_file() and is_model(path := repository / "snapshots" / reference.read_text().strip()):
+            identity = repository.name.removeprefix("models--").replace("--", "/")
+            yield Found(identity, path, identity)
+
+
+def is_model(path: Path) -> bool:
+    return (path / CONFIG).is_file() and any(path.glob("model*.safetensors"))
+
+
+def digest_of(folder: Path) -> str:
+    """SHA-256 over names, sizes and times of the files of a model and over its config. Reads no weights."""
+    digest = hashlib.sha256()
+    for name, size, changed in sorted(_files(folder)):
+        digest.update(f"{name} {size} {changed}\n".encode())
+    digest.update((folder / CONFIG).read_bytes())
+    return digest.hexdigest()
+
+
+def describe(source: str, folder: Path, digest: str) -> Model:
+    """Read what a model is. The number is 0. Raises ModelError for files that cannot be read."""
+    try:
+        config = json.loads((folder / CONFIG).read_text())
+        tensors = tensor_headers(folder)
+        files = list(_files(folder))
+    except (OSError, ValueError, TypeError) as error:
+        raise ModelError(f"{folder}: its files cannot be read: {error}") from error
+    text = config.get("text_config", config)
+    return Model(
+        id=0,
+        source=source,
+        folder=str(folder),
+        format="safetensors",
+        architecture=str(config.get("model_type", "unknown")),
+        parameters=_num_parameters(tensors, _bits(config)),
+        quantization=None if (bits := _bits(config)) is None else f"{bits}-bit",
+        context=next((int(text[key]) for key in CONTEXT_KEYS if text.get(key)), None),
+        hidden=text.get("hidden_size") or text.get("n_embd"),
+        vocabulary=text.get("vocab_size"),
+        num_bytes=sum(size for _, size, _ in files),
+        digest=digest,
+        capabilities=tuple(_capabilities(folder, config, frozenset(tensors))),
+        license=_license(folder),
+        modified_at=max(changed for *_, changed in files) / 1e9,
+    )
+
+
+def _below(folder: Path, depth: int) -> Iterator[Path]:
+    if is_model(folder):
+        yield folder
+        return
+    try:
+        children = sorted(child for child in folder.iterdir() if child.is_dir() and not child.name.startswith("."))
+    except OSError as error:
+        logger.warning("models are not looked for in %s: %s", folder, error)
+        return
+    for child in children if depth else ():
+        yield from _below(child, depth - 1)
+
+
+def _name_of(root: Path, path: Path) -> str:
+    """The name of a model below a configured folder, with - for what names do not have."""
+    parts = path.relative_to(root).parts or (root.name,)
+    names = [re.sub(r"[^A-Za-z0-9._-]", "-", part)[:96] for part in parts[-MAX_DEPTH:]]
+    return "/".join(name if re.fullmatch(SEGMENT, name) else f"model{name}"[:96] for name in names)
+
+
+def _files(folder: Path) -> Iterator[tuple[str, int, int]]:
+    """Names, sizes and times in nanoseconds of a model's files; those of the hub cache are links."""
+    for entry in os.scandir(folder):
+        if entry.is_file():
+            found = entry.stat()
+            yield entry.name, found.st_size, found.st_mtime_ns
+
+
+def tensor_headers(folder: Path) -> dict[str, Mapping[str, Any]]:
+    """The headers of the tensors by name, as safetensors writes them."""
+    tensors: dict[str, Mapping[str, Any]] = {}
+    for path in folder.glob("model*.safetensors"):
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            if size > min(MAX_HEADER_BYTES, path.stat().st_size):
+                raise ValueError(f"{path.name} has no header of safetensors")
+            tensors |= json.loads(file.read(size))
+    tensors.pop("__metadata__", None)
+    return tensors
+
+
+def _num_parameters(tensors: Mapping[str, Mapping[str, Any]], bits: int | None) -> int:
+    """Weights of a model; of quantized ones, which are packed into 32 bits, without their scales and biases."""
+    total = 0
+    for name, tensor in tensors.items():
+        is_packed = bits is not None and tensor["dtype"] == "U32"
+        if name.endswith((".scales", ".biases")) and f"{name.rpartition('.')[0]}.weight" in tensors:
+            continue
+        total += math.prod(tensor["shape"]) * 32 // bits if is_packed and bits else math.prod(tensor["shape"])
+    return total
+
+
+def _bits(config: Mapping[str, Any]) -> int | None:
+    quantization = config.get("quantization") or config.get("quantization_config") or {}
+    bits = quantization.get("bits") if isinstance(quantization, Mapping) else None
+    return bits if isinstance(bits, int) and bits > 0 else None
+
+
+def _capabilities(folder: Path, config: Mapping[str, Any], names: frozenset[str]) -> Iterator[str]:
+    if config.get("model_type") not in ENCODERS and writes_text(config, names):
+        yield "completion"
+        template = chat_template(folder)
+        if re.search(r"\btools\b", template):
+            yield "tools"
+        if re.search(r"<think>|\benable_thinking\b|\breasoning_content\b", template):
+            yield "thinking"
+    try:
+        spec = read_task_spec(folder)
+    except ModelError:
+        return  # a load says why
+    if spec is not None:
+        yield TASKS[spec.task]
+
+
+def chat_template(folder: Path) -> str:
+    """The chat template as text; several ones one after the other."""
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return _text(file)
+    try:
+        return json.dumps(json.loads(_text(folder / "tokenizer_config.json")).get("chat_template", ""))
+    except (ValueError, AttributeError):
+        return ""
+
+
+def _license(folder: Path) -> str | None:
+    match = re.search(r"^license:\s*([^\s#]+)", _text(folder / "README.md")[:4096], re.MULTILINE)
+    return None if match is None else match[1]
+
+
+def _text(file: Path) -> str:
+    try:
+        with file.open("rb") as opened:
+            return opened.read(MAX_FILE_BYTES).decode(errors="replace")
+    except OSError:
+        return ""
