@@ -1,9 +1,9 @@
 """The scheduler of the device: shares of device seconds between serving, rollouts and learning.
 
 The device thread asks it before each unit of work. It is weighted fair queueing over seconds, first between engine and
-learner, then between serving and what is left of the engine's work, which rollouts and encoding halve: each has a
-virtual clock that advances by seconds / share, and the ready one whose clock is furthest behind runs next. It is
-work-conserving: a class without work loses its turn and saves nothing up.
+learner, then between serving and what is left of the engine's work, which rollouts, encoding and loads of models share
+evenly: each has a virtual clock that advances by seconds / share, and the ready one whose clock is furthest behind runs
+next. It is work-conserving: a class without work loses its turn and saves nothing up.
 
 With a latency target serving goes first, and other work gets what the target leaves.
 """
@@ -11,14 +11,14 @@ With a latency target serving goes first, and other work gets what the target le
 from collections import deque
 from collections.abc import Collection
 from statistics import median
-from typing import Generic, Literal, TypeVar
+from typing import Generic, Literal, TypeVar, get_args
 
 MIN_SHARE = 1e-6  # a share of zero runs only when the others have no work
 IDLE_INTERVALS, MIN_IDLE_INTERVALS, SWITCHES = 64, 8, 8
 MAX_MIXED_INTERVALS = 15
 """An interval without other work follows after these: serving's own figure changes with its number of rows."""
 
-Work = Literal["serving", "rollout", "encoding", "learning"]
+Work = Literal["serving", "rollout", "encoding", "loading", "learning"]
 Name = TypeVar("Name", bound=str)
 
 
@@ -29,13 +29,13 @@ class Governor:
         self, *, serving_share: float, engine_share: float, serving_latency_target: float | None = None
     ) -> None:
         self.serving_share = serving_share
-        """Share of the engine's seconds for serving, while rollouts or encoding have work too."""
+        """Share of the engine's seconds for serving, while rollouts, encoding or loads have work too."""
         self.engine_share = engine_share
         """Share of all seconds for the engine, while serving traffic and the learner have work."""
         self.serving_latency_target = serving_latency_target
         """Limit of the mean and of the median time between two units of serving, in multiples of what they take
         without other work. In place of both shares while serving has work; None: the shares decide."""
-        self.seconds: dict[Work, float] = {"serving": 0.0, "rollout": 0.0, "encoding": 0.0, "learning": 0.0}
+        self.seconds: dict[Work, float] = dict.fromkeys(get_args(Work), 0.0)
         self._intervals = _ServingIntervals()
         self._sides: _FairQueue[Literal["engine", "learner"]] = _FairQueue()
         self._traffic: _FairQueue[Literal["serving", "other"]] = _FairQueue()
@@ -47,7 +47,7 @@ class Governor:
     def choose(self, ready: Collection[Work]) -> Work:
         """Return the kind of work to run next; `ready` is not empty.
 
-        Without serving traffic and encoding the learner goes first.
+        Without serving traffic, encoding and loads the learner goes first.
         """
         if "serving" not in ready:
             self._intervals.end()
@@ -59,7 +59,7 @@ class Governor:
         return self._by_shares(set(ready))
 
     def _choose_beside(self, ready: Collection[Work]) -> Work:
-        """Choose what runs beside serving: learning before rollouts, and encoding in turns with either."""
+        """Choose what runs beside serving: learning before rollouts, and encoding and loads in turns with either."""
         waiting: set[Work] = {work for work in ready if work != "serving"}
         if "learning" in waiting:
             waiting.discard("rollout")
@@ -69,7 +69,7 @@ class Governor:
         sides: set[Literal["engine", "learner"]] = set()
         if "learning" in ready:
             sides.add("learner")
-        if ready & {"serving", "encoding"} or "learning" not in ready:
+        if ready & {"serving", "encoding", "loading"} or "learning" not in ready:
             sides.add("engine")
         if self._sides.choose(sides) == "learner":
             return "learning"

@@ -7,10 +7,11 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import mlx.core as mx
 
+from parallm.device.engines import Engines, Worker
 from parallm.device.governor import Governor, Work
 from parallm.device.load_mlx import first_use
 from parallm.errors import EngineStopped
@@ -22,25 +23,9 @@ Result = TypeVar("Result")
 ENDED = "the device thread has ended; restart the process"
 
 
-class Worker(Protocol):
-    """The engine from the view of the device thread."""
-
-    def has_work(self, traffic: TrafficClass) -> bool: ...
-
-    def step(self, traffic: TrafficClass) -> None: ...
-
-    def flush(self, traffic: TrafficClass) -> None:
-        """Finish the last step of a class, if it is still on the device."""
-
-    def prepare(self) -> bool:
-        """Do a part of what later units would have to do first, some milliseconds long; False if nothing is left."""
-
-    def fail(self, traffic: TrafficClass, error: Exception) -> None: ...
-
-
 class DeviceThread:
-    """Owner of the thread. Any thread may use `call`, `iterate`, `score` and `encode`; their work runs on the device
-    thread.
+    """Owner of the thread. Any thread may use `call`, `iterate`, `score`, `encode` and `load`; their work runs on the
+    device thread.
 
     Loop contract: consumes queued calls, engine units and learner units / waits for the condition when there are none /
     produces results in futures / ends with `stop`.
@@ -52,6 +37,7 @@ class DeviceThread:
         self._updates: deque[_Job] = deque()
         self._scorings: deque[_Job] = deque()
         self._encodings: deque[_Job] = deque()
+        self._loads: deque[_Job] = deque()
         self._worker: Worker | None = None
         self._unflushed: TrafficClass | None = None  # class whose last step may still be on the device
         self._stopping = False
@@ -69,9 +55,22 @@ class DeviceThread:
         return self._worker is not None and self._worker.has_work("serving")
 
     def attach(self, worker: Worker) -> None:
-        """Step this engine whenever it has work."""
-        self._worker = worker
+        """Step this engine whenever it has work. While there is another one, only the device thread may attach."""
+        if self._worker is None:
+            self._worker = worker
+        elif isinstance(self._worker, Engines):
+            self._worker.engines.append(worker)
+        else:
+            self._worker = Engines([self._worker, worker])
         self.wake()
+
+    def detach(self, worker: Worker) -> None:
+        """Forget one of several engines, which has no work. For the device thread."""
+        assert isinstance(self._worker, Engines), "the first engine stays"
+        self._flush()
+        self._worker.remove(worker)
+        if len(self._worker.engines) == 1:
+            self._worker = self._worker.engines[0]
 
     def call(self, function: Callable[[], Result]) -> Future[Result]:
         """Run `function` between two units of work. Raises EngineStopped after `stop`."""
@@ -101,6 +100,13 @@ class DeviceThread:
         The units are a class of their own. Requests take turns, so that a short one does not wait for a long one.
         """
         return self._queue(self._encodings, _Job(units, is_cancellable=True))
+
+    def load(self, units: Iterator[Result]) -> Future[Result]:
+        """Load a model unit by unit, a class of its own; the future gets the last value of the iterator.
+
+        A begun load cannot be cancelled.
+        """
+        return self._queue(self._loads, _Job(units, is_cancellable=False))
 
     def wake(self) -> None:
         """Look for work again, after a change outside of the queue."""
@@ -163,6 +169,8 @@ class DeviceThread:
             ready.append("rollout")
         if self._encodings:
             ready.append("encoding")
+        if self._loads:
+            ready.append("loading")
         if self._updates and not self._updates[0].is_parked:
             ready.append("learning")
         return ready
@@ -175,6 +183,9 @@ class DeviceThread:
             self._flush()
             self._run_job(work, self._encodings)
             self._encodings.rotate(-1)
+        elif work == "loading":
+            self._flush()
+            self._run_job(work, self._loads)
         elif work == "rollout" and self._scorings:
             self._flush()
             self._run_job(work, self._scorings)
@@ -217,9 +228,9 @@ class DeviceThread:
         error = EngineStopped(ENDED)
         with self._wakeup:
             self._stopping = True
-        jobs = (*self._updates, *self._scorings, *self._encodings)
+        jobs = (*self._updates, *self._scorings, *self._encodings, *self._loads)
         waiting = [future for _, future in self._calls] + [job.future for job in jobs]
-        for queue in (self._calls, self._updates, self._scorings, self._encodings):
+        for queue in (self._calls, self._updates, self._scorings, self._encodings, self._loads):
             queue.clear()
         for future in waiting:
             if not future.done():

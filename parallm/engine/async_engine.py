@@ -32,6 +32,11 @@ class AsyncEngine:
         self._engine = engine
         self._device.attach(engine)
 
+    def detach(self) -> None:
+        """Forget the engine, which has no work. On the device thread."""
+        self._device.detach(self.attached)
+        self._engine = None
+
     @property
     def is_alive(self) -> bool:
         return self._engine is not None and self._device.is_alive

@@ -10,7 +10,8 @@ import logging
 import re
 import sys
 import textwrap
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -51,6 +52,8 @@ from parallm.model.tensor_parallel import Ranks, cut_layers, sum_outputs
 logger = logging.getLogger(__name__)
 
 NANO = Path(__file__).parent / "nano"
+UNIT_BYTES = 8 * 2**20
+"""Weights that are read in one unit of work: some milliseconds of a CPU."""
 FINGERPRINT_VALUES = 16  # of each array
 MAX_REASON = 500  # characters of an error of the libraries, which may list every tensor
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length", "max_sequence_length")
@@ -65,19 +68,35 @@ def load_shared_model(settings: ModelSettings, ranks: Ranks | None = None) -> Sh
 
     Raises as it does, and ModelError with the path and a way out.
     """
+    return last(load_units(settings, ranks))
+
+
+def load_units(
+    settings: ModelSettings, ranks: Ranks | None = None, tokenizer: ChatTokenizer | None = None
+) -> Iterator[SharedModel | None]:
+    """`load_shared_model` in units of work, between which others may run; the last value is the model.
+
+    `tokenizer`: that of `read_tokenizer`, if it was read before.
+    """
     folder = find_folder(settings.path)
     base, config = load_base(folder, settings.path, trusted=settings.trust_remote_code)
-    tokenizer = _load_tokenizer(folder, config, trusted=settings.trust_remote_code)
-    share = partial(share_model, config=config, tokenizer=tokenizer, settings=settings, ranks=ranks)
+    yield None
+    tokenizer = tokenizer or _load_tokenizer(folder, config, trusted=settings.trust_remote_code)
+    share = partial(share_units, config=config, tokenizer=tokenizer, settings=settings, ranks=ranks)
     if not has_text_head(folder, config):
-        return replace(share(base), writes_text=False)
+        for model in share(base):
+            yield model and replace(model, writes_text=False)
+        return
     if settings.dtype == "auto" and may_be_float16(base, _model_type(config)):
-        model = share(base, computed=mx.float16)
-        if is_in_range(model):
-            return model
+        for model in share(base, computed=mx.float16):
+            if model is None:
+                yield None
+            elif is_in_range(model):
+                yield model
+                return
         logger.info("%s computes in bfloat16: its hidden states need more than the range of float16", settings.path)
         base, config = load_base(folder, settings.path, trusted=settings.trust_remote_code)
-    return share(base)
+    yield from share(base)
 
 
 def share_model(
@@ -95,6 +114,26 @@ def share_model(
     Raises AdapterError for targets that the model does not have, ModelError for a way to keep quantized weights of a
     model that has none, and for a model that cannot compute on this device.
     """
+    return last(share_units(base, config, tokenizer, settings, computed=computed, ranks=ranks))
+
+
+def last(units: Iterator[SharedModel | None]) -> SharedModel:
+    """The value of a load's last unit, after all of them."""
+    model = deque(units, maxlen=1)[0]
+    assert model is not None, "a load ends with the model"
+    return model
+
+
+def share_units(
+    base: nn.Module,
+    config: Mapping[str, Any],
+    tokenizer: ChatTokenizer,
+    settings: ModelSettings,
+    *,
+    computed: mx.Dtype | None = None,
+    ranks: Ranks | None = None,
+) -> Iterator[SharedModel | None]:
+    """`share_model` in units of work; the last value is the model."""
     model_type = _model_type(config)
     dtype = choose_dtype(settings.dtype, base, config)
     check_experts(base, settings.quantized, dtype, model_type)
@@ -108,6 +147,7 @@ def share_model(
         parallel = cut_layers(base, config, ranks, settings.path)
         for name, own in tree_flatten(base.parameters()):  # so that one array at a time is whole
             mx.eval(own, stored[name].values)
+    yield from _evaluated([array.values for array in stored.values()], _arrays(base))
     sha256 = fingerprint(stored)
     arrange_quantized(base, settings.quantized, dtype)
     _freeze(base, settings.path, model_type)
@@ -118,7 +158,7 @@ def share_model(
     if parallel is not None:
         targets = {name: parallel.whole_shape(name, *shape) for name, shape in targets.items()}
         sum_outputs(base, parallel)
-    mx.eval(base.parameters())
+    yield from _evaluated(_arrays(base), _arrays(base))
     owner, name = find_trunk(base)
     text_config = config.get("text_config", config)
     model = SharedModel(
@@ -137,12 +177,31 @@ def share_model(
         is_batch_invariant=can_batch(base, model_type),
         parallel=parallel,
     )
+    yield None
     try:
-        return _with_joined(model if model.is_encoder else _checked_split(model, model_type))
+        yield _with_joined(model if model.is_encoder else _checked_split(model, model_type))
     except (RuntimeError, ValueError) as error:  # MLX reports operations that a device lacks through these
         raise ModelError(
             f"model.path={settings.path}: {model_type} cannot compute a first token here: {_reason(error)}"
         ) from error
+
+
+def _arrays(base: nn.Module) -> list[mx.array]:
+    return [array for _, array in tree_flatten(base.parameters())]
+
+
+def _evaluated(arrays: Sequence[mx.array], read: Sequence[mx.array]) -> Iterator[None]:
+    """Evaluate arrays in units of about `UNIT_BYTES` of what each has to read."""
+    unit: list[mx.array] = []
+    num_bytes = 0
+    for array, source in zip(arrays, read, strict=True):
+        unit.append(array)
+        num_bytes += source.nbytes
+        if num_bytes >= UNIT_BYTES:
+            mx.eval(unit)
+            yield None
+            unit, num_bytes = [], 0
+    mx.eval(unit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,6 +337,12 @@ def _checked_config(folder: Path, path: str) -> dict[str, Any]:
     if not list(folder.glob("model*.safetensors")) and not (folder / WEIGHTS).exists():
         raise ModelError(f"model.path={path}: {folder} has no model*.safetensors; copy or download it again")
     return config
+
+
+def read_tokenizer(settings: ModelSettings) -> ChatTokenizer:
+    """The tokenizer of a model, for any thread. Raises ModelError."""
+    folder = find_folder(settings.path)
+    return _load_tokenizer(folder, _checked_config(folder, settings.path), trusted=settings.trust_remote_code)
 
 
 def _load_tokenizer(folder: Path, config: dict[str, Any], *, trusted: bool) -> ChatTokenizer:

@@ -226,7 +226,8 @@ class Catalogue:
 
     def _create(self, name: str, source: str, overlay: Overlay | None) -> Named:
         path = Path(source).expanduser()
-        if is_model(path):
+        if path.is_absolute() and is_model(path):
+            self._check_place(path)
             model = describe(str(path.absolute()), path.absolute(), digest_of(path))
             with self._transaction():
                 self._insert_name(name, self._register(model), overlay)
@@ -238,6 +239,12 @@ class Catalogue:
                 found = self._find(source)
                 self._name(name, found.model.id, overlay or found.overlay)
         return self._find(name)
+
+    def _check_place(self, path: Path) -> None:
+        """Raise ModelError for a folder that is in none of `folders`: clients register no others."""
+        roots = [Path(folder).expanduser().resolve() for folder in (*self._folders, str(self.folder / OWN_MODELS))]
+        if not any(path.resolve().is_relative_to(root) for root in roots):
+            raise ModelError(f"{path} is in none of registry.folders; add its folder there, or move it into one")
 
     def _delete(self, name: str) -> None:
         found, own = self._find(name), self.folder / OWN_MODELS
@@ -273,6 +280,7 @@ def _connect(folder: Path) -> sqlite3.Connection:
     file = folder / FILE
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        (folder / OWN_MODELS).mkdir(exist_ok=True)
         os.close(os.open(file, os.O_CREAT | os.O_RDWR, 0o600))
         connection = sqlite3.connect(file, isolation_level=None, timeout=BUSY_SECONDS, check_same_thread=False)
         connection.execute("PRAGMA journal_mode=WAL")

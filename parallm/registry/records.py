@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from parallm.errors import InvalidRequest
+from parallm.model.adapters.names import catalogue_key
 
 LATEST_TAG = "latest"
 SEGMENT = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,95}"
@@ -111,4 +112,4 @@ def normal_name(text: str) -> str:
 
 def key_of(name: str) -> str:
     """Return what two spellings of one name have in common. Raises as `normal_name`."""
-    return normal_name(name).lower()
+    return catalogue_key(normal_name(name))

@@ -51,6 +51,7 @@ from parallm.model.load import check_local, find_folder, load_shared_model
 from parallm.model.settings import ModelSettings
 from parallm.model.shared_model import SharedModel
 from parallm.registry.discovery import describe, digest_of
+from parallm.registry.pool import Pool
 from parallm.reports import TrainingStatus
 from parallm.rollout.reward_model import Rate, RewardModel
 from parallm.rollout.settings import RewardModelSettings
@@ -66,6 +67,7 @@ from parallm.server.service import OwnBase, Service
 from parallm.server.settings import ServerSettings
 from parallm.tasks.actor import Actor
 from parallm.tasks.encoder import Encoder
+from parallm.tasks.predictor import Predictor
 from parallm.tasks.settings import TaskSettings
 from parallm.trainer.reward_training import find_reward_model
 from parallm.types import BASE, POLICY
@@ -118,6 +120,7 @@ class Runtime:
     engine: AsyncEngine
     encoder: Encoder
     actor: Actor
+    predictor: Predictor
     start: Adapter
     """The version to train from: the given adapter, or a new one whose product is zero."""
     kept: PersistentTable
@@ -145,6 +148,7 @@ class Application:
 
     app: FastAPI
     server: HttpServer | None
+    pool: Pool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +218,15 @@ async def open_runtime(
             needed = await on_device(device, partial(_needed_kernels, settings, model, start, has_task))
             await asyncio.to_thread(prepare_kernels, needed, target(), partial(_tell_kernels, tell))
         engine = await _start_engine(parts.engine, settings.engine, device, model, adapters, streams)
+        predictor = Predictor(
+            device,
+            streams,
+            model,
+            adapters,
+            encoder,
+            max_context=engine.max_context,
+            max_waiting=settings.engine.max_waiting,
+        )
         trained = settings.policies if settings.is_training else ()
         kept = open_table(
             settings.server, settings.folder, device, model, adapters, trained=trained, continues=settings.keeps_state
@@ -241,6 +254,7 @@ async def open_runtime(
             engine=engine,
             encoder=encoder,
             actor=actor,
+            predictor=predictor,
             start=start,
             kept=kept,
             store=store,
@@ -263,20 +277,21 @@ async def open_application(
     sample_stores: Mapping[str, CompletionListener] | None = None,
     reward_models: Mapping[str, RewardModel] | None = None,
     jobs: Jobs | None = None,
+    pool: Pool | None = None,
 ) -> AsyncIterator[Application]:
     """Answer requests until the end, over HTTP if `listener` is bound; clients that connect before wait.
 
     `training` is clients' control of the trainers. The other parts are by policy: where clients' trajectories go, what
     records sampled completions, and the reward models of rollouts.
     """
-    settings, defaults = runtime.settings, dict(runtime.sampling_defaults)
-    max_tokens = int(defaults.pop("max_new_tokens", settings.server.default_max_tokens))
+    settings = runtime.settings
+    server_settings, defaults = with_max_tokens(settings.server, runtime.sampling_defaults)
     service = Service(
         engine=runtime.engine,
         tokenizer=runtime.model.tokenizer,
         catalog=runtime.adapters.cards,
         status=status,
-        settings=dataclasses.replace(settings.server, default_max_tokens=max_tokens),
+        settings=server_settings,
         sampling_defaults=defaults,
         base_name=settings.model.path,
         policies=runtime.adapters.policies,
@@ -291,21 +306,30 @@ async def open_application(
         reward_models=partial(_rates, runtime.settings.server.reward_model is not None, reward_models or {}),
         encoder=runtime.encoder,
         actor=runtime.actor,
+        predictor=runtime.predictor,
         replica=runtime.host,
         jobs=jobs,
+        models=pool,
     )
     if settings.server.ollama:
         service.base = await asyncio.to_thread(_own_base, runtime)
-    app = create_app(service)
+    app = create_app(service, pool)
     server = None if listener.bound is None else HttpServer(app, listener.bound, settings.server)
     with _frozen_heap():
         try:
             if server is not None:
                 await server.start()
-            yield Application(app=app, server=server)
+            yield Application(app=app, server=server, pool=pool)
         finally:
             if server is not None:
                 await server.stop()
+
+
+def with_max_tokens(settings: ServerSettings, defaults: Mapping[str, float]) -> tuple[ServerSettings, dict[str, float]]:
+    """Return the settings of a service with the most tokens of an answer, and the other sampling defaults."""
+    others = dict(defaults)
+    max_tokens = int(others.pop("max_new_tokens", settings.default_max_tokens))
+    return dataclasses.replace(settings, default_max_tokens=max_tokens), others
 
 
 def _own_base(runtime: Runtime) -> OwnBase:

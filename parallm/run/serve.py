@@ -28,6 +28,7 @@ from parallm.interrupts import SIGNALS, until_signal
 from parallm.metrics.live_display import make_display
 from parallm.reports import TrainingStatus
 from parallm.run.jobs import check_jobs, opened_jobs, working
+from parallm.run.models import check_registry, open_pool
 from parallm.run.operator_state import check_given
 from parallm.run.runtime import (
     WHOLE,
@@ -71,6 +72,7 @@ def checked(config: ServeConfig) -> ServeConfig:
             "parallm.serve` starts them, and a Python program is one of them"
         )
     check_jobs(config)
+    check_registry(config)
     given = {} if config.model.adapter is None else {POLICY: f"model.adapter={config.model.adapter}"}
     check_given(config.server.adapters, given)
     if config.distributed.tensor_parallel > 1 and config.server.reward_model is not None:
@@ -127,7 +129,8 @@ async def open_serving(
         status = TrainingStatus(state="serving")
         with opened_jobs(config) as jobs:
             async with (
-                open_application(runtime, listener, lambda: status, jobs=jobs) as application,
+                open_pool(config.registry, runtime, listener.keys, "this process, which serves it") as pool,
+                open_application(runtime, listener, lambda: status, jobs=jobs, pool=pool) as application,
                 working(jobs, config, runtime, application.app),
             ):
                 yield Serving(runtime=runtime, application=application, messages=messages)

@@ -35,6 +35,7 @@ from parallm.model.adapters.names import of_alias
 from parallm.model.load import find_folder
 from parallm.rollout.judge import Judge
 from parallm.run.build_trainer import build_policy_run, rescue_adapter, write_final_adapter
+from parallm.run.models import check_registry, open_pool
 from parallm.run.operator_state import check_given
 from parallm.run.policy_runs import (
     PolicyRun,
@@ -68,6 +69,7 @@ def run_training(config: RunConfig, folder: Path, blas: BlasReport, team: Team |
 
 def checked(config: RunConfig) -> RunConfig:
     """Return `config` with the folder of its adapter. Raises ParallmError early for what would fail after loading."""
+    check_registry(config)
     check_given(config.server.adapters, dict.fromkeys(policy_configs(config), "trained by this run"))
     return replace(config, model=resolve_model(config.model))
 
@@ -186,6 +188,8 @@ async def open_training(
         for policy in policies:
             policy.spec.recorder.start()
         control = TrainingControl(policies)
+        user = f"run {config.name}, which trains on it"
+        pool = await stack.enter_async_context(open_pool(config.registry, runtime, listener.keys, user))
         application = await stack.enter_async_context(
             open_application(
                 runtime,
@@ -197,6 +201,7 @@ async def open_training(
                     policy.name: policy.atropos.sample_store.record for policy in policies if policy.atropos
                 },
                 reward_models={policy.name: model for policy in policies if (model := policy.reward_model) is not None},
+                pool=pool,
             )
         )
         yield TrainingRun(

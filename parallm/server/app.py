@@ -11,13 +11,17 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.middleware.errors import ServerErrorMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import RedirectResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from parallm.errors import ParallmError
+from parallm.registry.pool import Pool
 from parallm.server.connection import error_response
 from parallm.server.control.routes_adapters import adapter_alias_routes, adapter_routes
 from parallm.server.control.routes_engine import engine_routes, load_routes
+from parallm.server.control.routes_models import model_routes as registry_routes
 from parallm.server.control.routes_replicas import replica_routes
 from parallm.server.control.routes_splits import split_routes
 from parallm.server.control.routes_training import training_routes
@@ -31,6 +35,7 @@ from parallm.server.failures import Failure, failure_of
 from parallm.server.jobs.routes_batches import batch_routes
 from parallm.server.jobs.routes_files import file_routes
 from parallm.server.jobs.routes_fine_tuning import fine_tuning_routes
+from parallm.server.model_router import ModelRouter
 from parallm.server.ollama.routes_embed import embed_routes
 from parallm.server.ollama.routes_generate import generation_routes
 from parallm.server.ollama.routes_models import model_routes
@@ -52,6 +57,7 @@ from parallm.server.tasks.routes_rl import rl_routes
 OLLAMA = "/api/"
 """Beginning of the paths of Ollama's routes, which exist with `server.ollama` alone."""
 ROUTES: Sequence[Callable[[Service], APIRouter]] = (
+    registry_routes,  # before OpenAI's, one of which takes any name
     openai_routes,
     embedding_routes,
     rank_routes,
@@ -78,19 +84,25 @@ ROUTES: Sequence[Callable[[Service], APIRouter]] = (
     fine_tuning_routes,
 )
 OLLAMA_ROUTES: Sequence[Callable[[Service], APIRouter]] = (generation_routes, embed_routes, model_routes)
+MODEL_ROUTES: Sequence[Callable[[Service], APIRouter]] = (
+    openai_routes,
+    embedding_routes,
+    rank_routes,
+    classify_routes,
+    generate_routes,
+    tokenize_routes,
+)
+OLLAMA_MODEL_ROUTES: Sequence[Callable[[Service], APIRouter]] = (generation_routes, embed_routes)
+"""Routes with the paths of `model_router.LEASING`."""
 
 
-def create_app(service: Service) -> FastAPI:
-    """Return an OpenAI-compatible application. All routes run on the event loop and none blocks it for long."""
+def create_app(service: Service, pool: Pool | None = None) -> FastAPI:
+    """Return an OpenAI-compatible application. All routes run on the event loop and none blocks it for long.
+
+    Requests for models of the catalogue go to those of `pool`.
+    """
     settings, drain, has_keys = service.settings, Drain(), bool(service.keys)
-    app = FastAPI(
-        title="ParaLLM",
-        docs_url="/docs/try",
-        redoc_url=None,
-        redirect_slashes=False,
-        generate_unique_id_function=_operation_id,
-        dependencies=[Depends(auth_dependency(service.keys, settings, drain))],
-    )
+    app = _create(service, drain)
     app.state.drain = drain
     # routes read bodies by hand: FastAPI alone has nothing to show on them
     setattr(app, "openapi", cache(partial(openapi_document, app, has_keys=has_keys)))  # noqa: B010
@@ -101,6 +113,8 @@ def create_app(service: Service) -> FastAPI:
     check_roles(routers)
     for router in routers:
         app.include_router(router)
+    if pool is not None:
+        app.add_middleware(ModelRouter, service=service, pool=pool, drain=drain)
     if settings.cors_origins:
         origins = list(settings.cors_origins)
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
@@ -109,6 +123,33 @@ def create_app(service: Service) -> FastAPI:
         request_metrics=service.request_metrics,
         drain=drain,
         origins=Origins(settings, has_keys=has_keys),
+    )
+    return app
+
+
+def create_model_app(service: Service) -> ASGIApp:
+    """Return the application of a model of the catalogue; `ModelRouter` and what is around it come first."""
+    app = _create(service, Drain())
+    for routes in (*MODEL_ROUTES, *(OLLAMA_MODEL_ROUTES if service.settings.ollama else ())):
+        app.include_router(routes(service))
+    stack = app.build_middleware_stack()
+    assert isinstance(stack, ServerErrorMiddleware), "Starlette's outermost, whose part RequestMiddleware plays"
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        await stack.app({**scope, "app": app}, receive, send)
+
+    return answer
+
+
+def _create(service: Service, drain: Drain) -> FastAPI:
+    """Return an application without routes."""
+    app = FastAPI(
+        title="ParaLLM",
+        docs_url="/docs/try",
+        redoc_url=None,
+        redirect_slashes=False,
+        generate_unique_id_function=_operation_id,
+        dependencies=[Depends(auth_dependency(service.keys, service.settings, drain))],
     )
     app.add_exception_handler(ParallmError, _on_error)
     app.add_exception_handler(HTTPException, _on_http_error)

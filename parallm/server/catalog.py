@@ -62,18 +62,27 @@ def resolved(name: str, cards: Sequence[AdapterCard], policies: Sequence[str]) -
     return versioned(adapter, 0) if adapter in policies else name
 
 
-def resolved_to(name: str, version: int | None, cards: Sequence[AdapterCard]) -> str:
-    """Return `name@version` for a request for `name` that `version` answered, although newer versions may exist."""
+def resolved_to(
+    name: str, version: int | None, cards: Sequence[AdapterCard], policies: Sequence[str] | None = None
+) -> str:
+    """Return `name@version` for a request for `name` that `version` answered, although newer versions may exist.
+
+    With `policies`, another name that the base has answered is one of the base's own.
+    """
     if name == BASE or version is None:
         return name
     adapter = latest_of(plain(name)) or plain(name)
+    if version == 0 and policies is not None and adapter.partition("@")[0] not in policies:
+        return name
     is_alias = any(adapter in card.aliases for card in cards)
     return versioned(POLICY if is_alias and "@" not in adapter else adapter.partition("@")[0], version)
 
 
-def answered_by(name: str, completion: Completion, cards: Sequence[AdapterCard]) -> str:
-    """Return `name@version` for a request for `name` that ended with `completion`."""
-    return resolved_to(name, version_of(completion), cards)
+def answered_by(
+    name: str, completion: Completion, cards: Sequence[AdapterCard], policies: Sequence[str] | None = None
+) -> str:
+    """Return `name@version` for a request for `name` that ended with `completion`; see `resolved_to`."""
+    return resolved_to(name, version_of(completion), cards, policies)
 
 
 def version_of(completion: Completion) -> int | None:

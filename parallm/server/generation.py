@@ -156,7 +156,7 @@ async def _respond_whole(service: Service, http: Request, builder: ResponseBuild
     """Errors of any prompt fail the whole response and abort the others."""
     context = builder.context
     completions = await while_connected(http.receive, _generate_all(service.gateway, context))
-    model = answered_by(context.requests[0].model, completions[0][0], service.catalog())
+    model = answered_by(context.requests[0].model, completions[0][0], service.catalog(), service.policies)
     seconds = _seconds_to_write(completions)
     answer = await service.workers.run_if_long(partial(builder.whole, model, completions), seconds=seconds)
     ended = [(prompt, completion) for prompt, group in enumerate(completions) for completion in group]
@@ -254,7 +254,7 @@ class ChunkStream:
         if event.completion is not None:
             self._ended[prompt].append(event.completion)
             name = self._context.requests[prompt].model
-            model = answered_by(name, event.completion, self._service.catalog())
+            model = answered_by(name, event.completion, self._service.catalog(), self._service.policies)
             final = self._builder.final_chunk(model, prompt, event.completion)
             chunks.append(_recorded(self._context, final, [(prompt, event.completion)]))
         return [self._with_usage(chunk) for chunk in chunks]

@@ -236,6 +236,13 @@ class TensorModels(Protocol):
         """Return these outputs. Raises UnknownModel, Unavailable, InvalidRequest, EngineFull, NotFinite."""
 
 
+class Predictor(TensorModels, Protocol):
+    """Interface of `tasks.predictor.Predictor`: arrays through the language model."""
+
+    async def prepare(self) -> None:
+        """Learn the sizes of signatures. Called before them."""
+
+
 class Actor(TensorModels, Protocol):
     """Interface of `tasks.actor.Actor`: policy nets and their actions."""
 

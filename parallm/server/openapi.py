@@ -18,6 +18,7 @@ from parallm.jobs.records import Batch, FileObject, FineTuningJob
 from parallm.server.control import replica_schemas as replicas
 from parallm.server.control import routes_adapters as adapters
 from parallm.server.control import routes_engine as engine
+from parallm.server.control import routes_models as models
 from parallm.server.control import routes_splits as splits
 from parallm.server.control import routes_training as training
 from parallm.server.control import routes_trajectories as trajectories
@@ -271,6 +272,15 @@ _DOCUMENTS: Mapping[str, Row] = {
     "POST /model/switch-lora": Row(
         (adapters.SwitchBody,), (adapters.NameMeans,), VERSION, {"the policy, by a word": {"version": "checkpoint-3"}}
     ),
+    "GET /v1/models/loaded": Row((), (models.LoadedModelList,)),
+    "POST /v1/models/load": Row((models.ModelLoadBody,), (Done,), {"model": "qwen/qwen3:latest", "keep_alive": "5m"}),
+    "POST /v1/models/unload": Row((models.ModelNameBody,), (Done,), {"model": "qwen/qwen3:latest"}),
+    "POST /v1/models/scan": Row((), (models.ModelNameList,)),
+    "POST /v1/models/copy": Row((models.ModelCopyBody,), (Done,), {"source": "qwen/qwen3", "destination": "chat"}),
+    "POST /v1/models/create": Row(
+        (models.ModelCreateBody,), (Done,), {"model": "poet", "source": "qwen/qwen3", "system": "Answer in rhymes."}
+    ),
+    "DELETE /v1/models/{name}": Row((), (Done,)),
     "PUT /v1/splits/{name}": Row(
         (splits.SplitBody,), (splits.SplitAnswer,), {"weights": {"policy@11": 9, "policy@12": 1}}
     ),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from parallm.jobs.jobs import Jobs
 from parallm.registry.records import Model
 from parallm.reports import TrainingStatus
-from parallm.server.catalog import resolved
+from parallm.server.catalog import card_of, resolved
 from parallm.server.control.traffic_splits import TrafficSplits, VersionStatistics
 from parallm.server.engine_gateway import CompletionListener, EngineGateway
 from parallm.server.interfaces import (
@@ -17,9 +17,9 @@ from parallm.server.interfaces import (
     Encoder,
     EngineClient,
     Models,
+    Predictor,
     ReplicaHost,
     RewardModels,
-    TensorModels,
     Tokenizer,
     Training,
     Trajectories,
@@ -29,7 +29,7 @@ from parallm.server.operation.request_metrics import RequestMetrics
 from parallm.server.operation.tracing import Traces
 from parallm.server.request_limits import BodyBudget, WorkerPool
 from parallm.server.settings import ServerSettings
-from parallm.types import POLICY, AdapterCard, Completion, GenerationRequest
+from parallm.types import BASE, POLICY, AdapterCard, Completion, GenerationRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +74,7 @@ class Service:
     """Vectors of texts; without one, their route answers that this process makes none."""
     actor: Actor | None = None
     """Policy nets; without one, their routes answer that this process has none."""
-    predictor: TensorModels | None = None
+    predictor: Predictor | None = None
     """Arrays through the language model; without one, `/v1/predict` knows policy nets alone."""
     replica: ReplicaHost | None = None
     """This server as a rollout engine of a trainer; without one, its routes answer that it cannot be one."""
@@ -115,6 +115,11 @@ class Service:
             traces=self.traces,
             listeners=[self.statistics.count, *([self._record_samples] if self.sample_stores else [])],
         )
+
+    def serves(self, name: str) -> bool:
+        """Return whether the base, an adapter or a split has this name."""
+        is_own = name in (BASE, *self.policies, *self.splits.all())
+        return is_own or card_of(name, self.catalog()) is not None
 
     def _record_samples(self, request: GenerationRequest, completions: Sequence[Completion]) -> None:
         policy = resolved(request.model, self.catalog(), self.policies).partition("@")[0]

@@ -62,7 +62,8 @@ class Encoder:
         self._streams = streams
         self._model = model
         self._adapters = adapters
-        self._budget = max(1, unit_tokens // streams.width)
+        self.budget = max(1, unit_tokens // streams.width)
+        """Tokens of a pass, unless one row has more."""
         self._max_waiting = max_waiting
         self._num_waiting = 0
         self._form: _Form | None = None  # found by the first request: it takes a forward
@@ -71,7 +72,9 @@ class Encoder:
         self._folder = folder
         self._base: TaskSpec | None = None
         self._first: dict[str, TaskSpec] = {}  # by policy: what it makes of texts before its first version
-        self._refusal, self._fault = NO_SPEC.format(model=model.name), _fault(model, folder)
+        self.fault = _fault(model, folder)
+        """Why neither the base nor any adapter makes anything of texts but more text; None: they may."""
+        self._refusal = NO_SPEC.format(model=model.name)
         try:
             self._base = _base_spec(folder, settings, model.tokenizer)
         except ModelError as error:
@@ -100,8 +103,8 @@ class Encoder:
     def spec(self, model: str) -> TaskSpec:
         """What `model` makes of texts: as its adapter says, else as the base. Raises UnknownModel, Unavailable."""
         adapter = self._adapters.resolve(model)
-        if self._fault is not None:
-            raise Unavailable(self._fault)
+        if self.fault is not None:
+            raise Unavailable(self.fault)
         if self._model.parallel is not None:
             raise Unavailable("a base that is divided between devices makes no vectors; serve it on one device")
         first = self._first.get(model.partition("@")[0]) if adapter is None else None
@@ -195,14 +198,15 @@ class Encoder:
             model=self._model,
             streams=self._streams,
             spec=spec,
-            lora=self._binding(adapter),
+            lora=self.binding(adapter),
             head=None if spec.task == "embed" else head,
             packs=form.packs,
-            budget=self._budget,
+            budget=self.budget,
         )
         yield from passes.units(request.rows, request.first_lengths)
 
-    def _binding(self, adapter: Adapter | None) -> LoraBinding | None:
+    def binding(self, adapter: Adapter | None) -> LoraBinding | None:
+        """Return what applies an adapter; on the device thread."""
         if adapter is None:
             return None
         if self._bound is None or self._bound[0] is not adapter:

@@ -58,6 +58,23 @@ class Passes:
             yield None
         yield np.stack([row_D for row_D in numbers if row_D is not None])
 
+    def token_units(
+        self, rows: Sequence[Row], names: Sequence[str]
+    ) -> Iterator[tuple[list[int], dict[str, np.ndarray]]]:
+        """Yield the rows of each pass and their tokens' `last_hidden_state` (M, H) or `logits` (M, V), float32."""
+        passes = self._rectangles(rows) if self.model.is_encoder else self._packs(rows, 0)
+        for start in range(0, len(passes), self.streams.width):
+            chosen = passes[start : start + self.streams.width]
+            parts = self.streams.run(lambda indices: self._of_tokens([rows[index] for index in indices], names), chosen)
+            mx.eval(parts)
+            for indices, part in zip(chosen, parts, strict=True):
+                yield indices, {name: np.array(array_MD) for name, array_MD in part.items()}
+
+    def _of_tokens(self, rows: Sequence[Row], names: Sequence[str]) -> dict[str, mx.array]:
+        hidden_MH = self._encoded(rows, [len(row) for row in rows]) if self.model.is_encoder else self._hidden(rows)
+        made = {"last_hidden_state": lambda: hidden_MH, "logits": lambda: self.model.head(hidden_MH)}
+        return {name: made[name]().astype(mx.float32) for name in names}
+
     def _num_shared(self, rows: Sequence[Row]) -> int:
         """Tokens that all rows begin with, if they are computed once: where only last tokens are read."""
         if len(rows) < 2 or not self.packs or self.spec.pooling != ("last",):

@@ -6,7 +6,7 @@ import pytest
 
 from parallm.device.governor import Governor, Work
 
-SECONDS: dict[Work, float] = {"serving": 0.01, "rollout": 0.03, "encoding": 0.05, "learning": 0.2}
+SECONDS: dict[Work, float] = {"serving": 0.01, "rollout": 0.03, "encoding": 0.05, "loading": 0.04, "learning": 0.2}
 
 
 def shares(governor: Governor, ready: Collection[Work], units: int = 10_000) -> dict[Work, float]:
@@ -29,6 +29,8 @@ def shares(governor: Governor, ready: Collection[Work], units: int = 10_000) -> 
         (["serving", "encoding"], {"serving": 0.7, "encoding": 0.3}),
         (["serving", "rollout", "encoding"], {"serving": 0.7, "rollout": 0.15, "encoding": 0.15}),
         (["encoding", "learning"], {"encoding": 0.4, "learning": 0.6}),
+        (["serving", "loading"], {"serving": 0.7, "loading": 0.3}),
+        (["loading", "learning"], {"loading": 0.4, "learning": 0.6}),
         (
             ["serving", "rollout", "encoding", "learning"],
             {"serving": 0.28, "rollout": 0.06, "encoding": 0.06, "learning": 0.6},
@@ -42,7 +44,7 @@ def test_those_who_want_the_device_get_their_shares_within_two_points(
     assert shares(Governor(serving_share=0.7, engine_share=0.4), ready) == pytest.approx(expected, abs=0.02)
 
 
-@pytest.mark.parametrize("work", ["serving", "rollout", "encoding", "learning"])
+@pytest.mark.parametrize("work", ["serving", "rollout", "encoding", "loading", "learning"])
 def test_one_alone_gets_everything(work: Work) -> None:
     assert shares(Governor(serving_share=0.7, engine_share=0.4), [work], units=10)[work] == 1.0
 
@@ -57,7 +59,9 @@ def test_time_spent_alone_is_not_held_against_anybody_later(alone: list[Work]) -
     shares(governor, ["serving", "rollout", "learning"], units=100)
     shares(governor, alone, units=1000)
     after = shares(governor, ["serving", "rollout", "learning"], units=500)
-    assert after == pytest.approx({"serving": 0.28, "rollout": 0.12, "encoding": 0, "learning": 0.6}, abs=0.05)
+    assert after == pytest.approx(
+        {"serving": 0.28, "rollout": 0.12, "encoding": 0, "loading": 0, "learning": 0.6}, abs=0.05
+    )
 
 
 def test_work_that_comes_and_goes_does_not_save_up_turns() -> None:

@@ -90,11 +90,12 @@ def main() -> None:
             os.close(reading)
             asyncio.run(act_for_ever(folder, state, number, writing))
         os.close(writing)
-        time.sleep(draws.uniform(0.005, 0.08))
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
         with os.fdopen(reading) as lines:
-            events = [json.loads(line) for line in lines]
+            events = [json.loads(lines.readline()) for _ in range(draws.randint(1, 12))]
+            time.sleep(draws.uniform(0, 0.003))
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            events += [json.loads(line) for line in lines]
         number += len(events)
         possible = [state]
         for word, act in events:

@@ -2,7 +2,7 @@
 
 import json
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,9 +11,11 @@ from fastapi.testclient import TestClient
 
 from parallm.device.governor import Governor
 from parallm.device.thread import DeviceThread
+from parallm.errors import UnknownModel
 from parallm.server.openapi import DOCUMENTS
 from parallm.server.settings import ServerSettings
 from parallm.tasks.actor import Actor
+from parallm.tensors import Arrays, Signature, TensorSpec
 from tests.server.conftest import CharacterTokenizer, EchoEngine, card, make_app
 from tests.tasks.policy_files import LSTM, MLP, layers, policy_file, weights_of
 
@@ -201,3 +203,67 @@ def test_every_example_of_the_documents_is_accepted(client: TestClient) -> None:
     ):
         for body in (DOCUMENTS[row].example, *DOCUMENTS[row].more_examples.values()):
             assert client.post(path, json=body).status_code == 200
+
+
+class ZeroPredictor:
+    """Logits of zeros for a vocabulary of five; it refuses signatures before it is prepared."""
+
+    is_prepared = False
+
+    async def prepare(self) -> None:
+        self.is_prepared = True
+
+    def signature(self, model: str) -> Signature:
+        assert self.is_prepared
+        if model not in ("base", "policy@3", "policy@2"):
+            raise UnknownModel(f"no model {model}")
+        ids = TensorSpec(name="input_ids", datatype="INT64", shape=(-1, -1))
+        mask = TensorSpec(name="attention_mask", datatype="INT64", shape=(-1, -1), is_optional=True)
+        return Signature(inputs=(ids, mask), outputs=(TensorSpec(name="logits", datatype="FP32", shape=(-1, -1, 5)),))
+
+    async def predict(self, model: str, inputs: Arrays, outputs: Sequence[str]) -> Arrays:
+        return {name: np.zeros((*inputs["input_ids"].shape, 5), np.float32) for name in outputs}
+
+
+@pytest.fixture
+def language(engine: EchoEngine, tokenizer: CharacterTokenizer) -> TestClient:
+    app = make_app(
+        engine,
+        tokenizer,
+        predictor=ZeroPredictor(),
+        settings=ServerSettings(max_answer_bytes=1024),
+        catalog=lambda: (card(3), card(2, "best")),
+    )
+    return TestClient(app, base_url="http://localhost")
+
+
+@pytest.mark.parametrize(
+    ("model", "exact", "version"), [("base", "base", "0"), ("policy", "policy@3", "3"), ("best", "policy@2", "2")]
+)
+def test_the_base_and_its_adapters_take_token_ids(language: TestClient, model: str, exact: str, version: str) -> None:
+    answer = language.post("/v1/predict", json={"model": model, "inputs": [[1, 2, 3]]}).json()
+    assert (answer["model"], answer["model_version"]) == (exact, version)
+    assert answer["outputs"]["logits"]["shape"] == [1, 3, 5]
+
+
+def test_the_language_model_has_kserves_form_too(language: TestClient) -> None:
+    found = language.get("/v2/models/policy").json()
+    assert found["versions"] == ["2", "3"]
+    assert found["outputs"] == [{"name": "logits", "datatype": "FP32", "shape": [-1, -1, 5]}]
+    body = {"inputs": [{"name": "input_ids", "shape": [1, 2], "datatype": "INT64", "data": [1, 2]}]}
+    answer = language.post("/v2/models/policy/versions/2/infer", json=body).json()
+    assert (answer["model_name"], answer["model_version"]) == ("policy", "2")
+    assert language.get("/v2/models/base/ready").status_code == 200
+    assert language.get("/v2/models/poet/ready").status_code == 404
+
+
+def test_tokens_count_in_the_size_of_an_answer(language: TestClient) -> None:
+    body = {"model": "base", "inputs": {"input_ids": [[1] * 20] * 3}}
+    message = language.post("/v1/predict", json=body).json()["error"]["message"]
+    assert "would have 1200 bytes (logits 1200), the limit is 1024" in message
+
+
+def test_a_name_that_is_split_is_refused(language: TestClient) -> None:
+    language.put("/v1/splits/policy", json={"weights": {"policy@2": 1, "policy@3": 1}})
+    response = language.post("/v1/predict", json={"model": "policy", "inputs": [[1]]})
+    assert "policy is split between versions" in response.json()["error"]["message"]

@@ -28,6 +28,12 @@ def versioned(name: str, version: int) -> str:
     return f"{name}@{version}"
 
 
+def catalogue_key(name: str) -> str:
+    """Return what all spellings of a catalogue's name have in common: small letters, and a tag."""
+    tag = "" if ":" in name.rpartition("/")[2] else ":latest"
+    return name.lower() + tag
+
+
 def check_name(name: str, taken: set[str]) -> None:
     """Raise AdapterError if no adapter or alias can have this name."""
     if not name or "@" in name or is_number(name) or name in taken:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from parallm.errors import AdapterError, UnknownModel
 from parallm.model.adapters.adapter import Adapter, Key
-from parallm.model.adapters.names import check_name, is_number, latest_of, of_alias, plain, versioned
+from parallm.model.adapters.names import catalogue_key, check_name, is_number, latest_of, of_alias, plain, versioned
 from parallm.types import BASE, BEST, LATEST, POLICY, AdapterCard
 
 RESERVED = {BASE, LATEST, BEST}
@@ -86,6 +86,7 @@ class AdapterTable:
             check_name(name, taken=RESERVED)
         self._keep = keep
         self.policies = policies
+        self._other_names: dict[str, str] = {}
         self._state = TableState()  # swapped whole, so that other threads never see a half-made change
         self._lock = threading.RLock()
         self._dropped: set[Key] = set()
@@ -250,6 +251,8 @@ class AdapterTable:
 
         Before its first version is served a policy is the base. Raises UnknownModel with the choices.
         """
+        if self._other_names:
+            model = self._other_names.get(catalogue_key(model), model)
         state, asked = self._state, plain(model)
         name, versions = (latest_of(asked), state.newest) if latest_of(asked) else (asked, state.served)
         key = (name, versions[name]) if name in versions else state.aliases.get(asked)
@@ -260,6 +263,10 @@ class AdapterTable:
         if "@" in asked:
             return self._pinned(state, *asked.split("@", 1))
         raise UnknownModel(f"no model {model!r}; there are {self._names(state)}")
+
+    def call(self, name: str, meaning: str) -> None:
+        """Let a name of a catalogue mean the base or an adapter, in all its spellings."""
+        self._other_names[catalogue_key(name)] = meaning
 
     def keys(self) -> Collection[Key]:
         """All versions in memory."""

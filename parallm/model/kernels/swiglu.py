@@ -20,8 +20,11 @@ def fused_swiglu(gate: mx.array, x: mx.array) -> mx.array:
     return product_N.reshape(gate.shape)
 
 
-def swiglu_of_halves(joined: mx.array) -> mx.array:
-    """SwiGLU (..., W) of the first and second half of an array (..., 2 W), whose halves are whole vectors."""
+def swiglu_of_halves(joined: mx.array, *, has_gradient: bool = True) -> mx.array:
+    """SwiGLU (..., W) of the first and second half of an array (..., 2 W), whose halves are whole vectors. A function
+    with a gradient is four more nodes of the graph, which a step's host walks."""
+    if not has_gradient:
+        return _run("swiglu", [joined], [(*joined.shape[:-1], joined.shape[-1] // 2)], halves=True)[0]
     product_NW: mx.array = _of_halves(joined.reshape(-1, joined.shape[-1]))
     return product_NW.reshape(*joined.shape[:-1], -1)
 
@@ -52,9 +55,10 @@ def _run(name: str, inputs: list[mx.array], shapes: list[tuple[int, ...]], *, ha
     sizes = [array.size for array in inputs] + [math.prod(shape) for shape in shapes]
     dtype = inputs[0].dtype
     threads = min(sizes) * dtype.size // VECTOR_BYTES
+    width = inputs[0].shape[-1]
     return kernel(name, (("T", dtype), ("HALVES", halves)))(
         inputs,
-        inputs[0].shape,
+        [inputs[0].size // width, width] if halves else [width],
         grid=(-(-threads // THREADS) * THREADS, 1, 1),
         threadgroup=(THREADS, 1, 1),
         output_shapes=shapes,

@@ -167,12 +167,13 @@ class MergedLinear:
         return self._halves(own, partial(self._gated, x, y))
 
     def _gated(self, x: mx.array, y: mx.array) -> mx.array:
-        """SwiGLU of the base's outputs `y`, for few rows in the product itself."""
+        """SwiGLU of the base's outputs `y`, for few rows in the product itself. Nothing is differentiated: what trains
+        takes `_trained`."""
         if fits(x, self._joined):
             return mx.squeeze(small_batch_gemm(x, self._joined, None, is_whole=True, is_gated=True)[0], 0)
         if quantized_gemm.fits(x, self._joined):
             return mx.squeeze(quantized_gemm.quantized_gemm(x, self._joined, is_whole=True, is_gated=True), 0)
-        return swiglu_of_halves(y)
+        return swiglu_of_halves(y, has_gradient=False)
 
     def _product(self, x: mx.array, weights: GroupWeights | None) -> tuple[mx.array | None, mx.array, mx.array | None]:
         """The base's outputs (B, T, O), if they are whole, and as parts (S, B, T, O); the result of `shrink`, if it is

@@ -24,7 +24,7 @@ from parallm.server.connection import received, while_connected
 from parallm.server.failures import failure_of
 from parallm.server.schemas import Wire, checked, read_object
 from parallm.server.service import Service
-from parallm.server.tasks.predictions import TensorModel, check_answer, choose, choose_outputs, predict
+from parallm.server.tasks.predictions import TensorModel, check_answer, choose, choose_outputs, predict, prepare
 from parallm.server.tasks.tensors import (
     SECONDS_PER_NUMBER,
     check_datatype,
@@ -179,14 +179,16 @@ async def _health(service: Service, word: str) -> Response:
 
 
 async def _ready(service: Service, name: str, version: str | None) -> Response:
+    await prepare(service)
     return _json({"name": choose(service, name, version).name, "ready": True})
 
 
 async def _metadata(service: Service, name: str, version: str | None) -> Response:
+    await prepare(service)
     model = choose(service, name, version)
     own = [card.version for card in service.actor.cards() if card.name == model.name] if service.actor else []
     adapters = [card.version for card in service.catalog() if card.name == model.name]
-    versions = list(map(str, own or adapters or [model.version]))
+    versions = list(map(str, sorted(own or adapters or [model.version])))
     found = ModelMetadata(
         name=model.name,
         versions=versions,
@@ -202,6 +204,7 @@ def _metadata_tensor(spec: TensorSpec) -> MetadataTensor:
 
 
 async def _infer(service: Service, http: Request, name: str, version: str | None) -> Response:
+    await prepare(service)
     request = await received(service, http, partial(_parse, service, http.headers, name, version))
     found = await while_connected(http.receive, predict(request.model, request.inputs, request.outputs))
     size = sum(array.size for name, array in found.items() if name not in request.binary)

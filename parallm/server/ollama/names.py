@@ -31,11 +31,16 @@ class OllamaRoute(APIRoute):
             try:
                 return await handle(http)
             except ParallmError as error:
-                failure = failure_of(error)
-                status = STATUSES.get(failure.status, failure.status)
-                return error_response(replace(failure, status=status), OllamaError(error=failure.message))
+                return ollama_error_response(error)
 
         return answer
+
+
+def ollama_error_response(error: ParallmError) -> Response:
+    """Return the response of a failed request in Ollama's form."""
+    failure = failure_of(error)
+    status = STATUSES.get(failure.status, failure.status)
+    return error_response(replace(failure, status=status), OllamaError(error=failure.message))
 
 
 def own_name(service: Service, name: str) -> str:

@@ -161,7 +161,7 @@ class ResponsesStream:
             yield from self._open("message")
         yield from self._close(_status(completion))
         name = self._builder.context.requests[0].model
-        model = answered_by(name, completion, self._service.catalog())
+        model = answered_by(name, completion, self._service.catalog(), self._service.policies)
         answer = self._builder.answer(model, self._items, completion)
         yield self._event(f"response.{answer.status}", response=answer)
 

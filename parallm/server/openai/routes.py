@@ -1,7 +1,7 @@
 """OpenAI's routes: completions, chats, responses (the chat endpoint in other words), and the names of models."""
 
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
@@ -13,9 +13,11 @@ from starlette.responses import Response
 from parallm.conversation import GrammarSource
 from parallm.errors import InvalidRequest, Unavailable, UnknownModel
 from parallm.model.adapters.names import versioned
+from parallm.registry.records import Loaded, Named
 from parallm.server.catalog import card_of, model_names
 from parallm.server.connection import json_response, received
 from parallm.server.generation import ChunkStream, ResponseContext, respond
+from parallm.server.interfaces import Models
 from parallm.server.openai.answer_builders import ChatBuilder, CompletionBuilder
 from parallm.server.openai.chat_schemas import ChatBody
 from parallm.server.openai.completion_schemas import CompletionBody
@@ -58,6 +60,21 @@ class ModelEntry(Wire):
     """What the model makes of texts beside other text; absent: nothing."""
     end_token: int | None = None
     """Token that such texts have to end with."""
+    loaded: bool | None = None
+    """Whether the model is in memory; absent, with what follows: it is of this process's own base."""
+    pinned: bool | None = None
+    expires_at: float | None = None
+    """Unix seconds; null: it answers just now, stays until its memory is needed, or is not in memory."""
+    memory_bytes: int | None = None
+    """What it takes in memory, with its keys and values."""
+    size: int | None = None
+    """Bytes of its files."""
+    digest: str | None = None
+    modified: float | None = None
+    """Unix seconds."""
+    capabilities: tuple[str, ...] | None = None
+    missing: bool | None = None
+    """Whether its files were gone at the last scan."""
 
 
 class ModelList(Wire):
@@ -90,13 +107,18 @@ def openai_routes(service: Service) -> APIRouter:
     @router.get("/v1/models")
     @router.get("/models")
     async def models() -> Response:
-        """Every name that `model` may be: the base, adapters, their versions and aliases."""
+        """Every name that `model` may be: the base, adapters, their versions and aliases; models of the catalogue."""
         data = [_model_entry(name, service) for name in model_names(service)]
+        if service.models is not None:
+            data += _registered(service.models, await service.models.names())
         return json_response(ModelList(object="list", data=data))
 
     @router.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
         """One of these names, or another that `model` may be."""
+        if service.models is not None and not service.serves(name):
+            (entry,) = _registered(service.models, [await service.models.describe(name)])
+            return json_response(entry)
         return json_response(_model_entry(name, service))
 
     return router
@@ -240,6 +262,35 @@ def _model_entry(name: str, service: Service) -> ModelEntry:
         max_model_len=service.engine.max_context,
         policy_version=0 if card is None else card.version,
         **_task_of(name, service),
+    )
+
+
+def _registered(models: Models, named: Sequence[Named]) -> list[ModelEntry]:
+    """Return the entries of names of the catalogue."""
+    loaded = {name: model for model in models.loaded() for name in model.names}
+    return [_registered_entry(one, loaded.get(one.name)) for one in named]
+
+
+def _registered_entry(named: Named, loaded: Loaded | None) -> ModelEntry:
+    model = named.model
+    return ModelEntry(
+        id=named.name,
+        object="model",
+        created=int(named.created_at),
+        owned_by="parallm",
+        root=model.source,
+        parent=None,
+        max_model_len=model.context or 0,
+        policy_version=0,
+        loaded=loaded is not None and loaded.state in ("ready", "draining"),
+        pinned=named.is_pinned,
+        expires_at=None if loaded is None else loaded.expires_at,
+        memory_bytes=None if loaded is None else loaded.num_bytes,
+        size=model.num_bytes,
+        digest=model.digest,
+        modified=model.modified_at,
+        capabilities=model.capabilities,
+        missing=model.is_missing,
     )
 
 

@@ -105,7 +105,7 @@ _ROUTES: Mapping[Role, Mapping[str, str]] = {
     },
     "inference": {
         "GET": """
-            /models /v1/models /v1/models/{name}
+            /models /v1/models /v1/models/loaded /v1/models/{name}
             /model_info /get_model_info /get_weight_version /weight_info /get_world_size /get_world_size/
             /health_generate /is_paused /metrics /v1/metrics /v1/status /v1/queue /v1/queue/stats
             /v1/adapters /v1/shares /v1/splits /v1/trajectories /info
@@ -149,12 +149,14 @@ _ROUTES: Mapping[Role, Mapping[str, str]] = {
         "GET": "/flush_cache",
         "PUT": "/v1/adapters/{name} /v1/shares /v1/splits/{name} /v1/rl/policies/{name}",
         "DELETE": """
-            /v1/adapters/{model} /v1/adapters/{name}/aliases/{alias} /v1/splits/{name} /v1/rl/policies/{model}
+            /v1/models/{name} /v1/adapters/{model} /v1/adapters/{name}/aliases/{alias} /v1/splits/{name}
+            /v1/rl/policies/{model}
         """,
         "POST": """
             /pause /pause_generation /areal_pause_generation
             /resume /continue_generation /areal_continue_generation
             /abort_request /abort_requests /flush_cache /reset_prefix_cache /v1/warmup
+            /v1/models/load /v1/models/unload /v1/models/scan /v1/models/copy /v1/models/create
             /v1/adapters/load /v1/adapters/promote /v1/adapters/rollback /v1/adapters/aliases
             /load_adapter /upload_adapter /update_adapter_weights /model/switch-lora
             /load_lora_adapter /skyrl/v1/load_lora_adapter /v1/load_lora_adapter
@@ -232,8 +234,8 @@ def auth_dependency(
         if drain.is_draining and not context.is_local and _asks_for_work(http):
             seconds = math.ceil(settings.drain_seconds)
             raise Draining(f"the server shuts down and takes no new requests; try again in {seconds} s", seconds)
-        seconds_left = _seconds_left(http, settings)
-        context.deadline = None if seconds_left is None else asyncio.get_running_loop().time() + seconds_left
+        if context.deadline is None:  # else time has passed since it was set
+            context.deadline = deadline_of(http.headers, settings)
 
     return check
 
@@ -243,9 +245,16 @@ def _asks_for_work(http: Request) -> bool:
     return role_of(http) == "inference" and (http.method == "POST" or http.url.path == "/health_generate")
 
 
-def _seconds_left(http: Request, settings: ServerSettings) -> float | None:
+def deadline_of(headers: Headers, settings: ServerSettings) -> float | None:
+    """Return when an answer that begins now has to be complete, on the clock of the event loop. Raises
+    InvalidRequest."""
+    seconds = _seconds_left(headers, settings)
+    return None if seconds is None else asyncio.get_running_loop().time() + seconds
+
+
+def _seconds_left(headers: Headers, settings: ServerSettings) -> float | None:
     """Return the shorter of the limits of server and client. Raises InvalidRequest."""
-    given = http.headers.get(TIMEOUT_HEADER)
+    given = headers.get(TIMEOUT_HEADER)
     if given is None:
         return settings.request_seconds
     try:

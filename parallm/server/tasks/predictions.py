@@ -21,19 +21,19 @@ from parallm.tensors import ITEM_BYTES, Arrays, Signature, TensorSpec
 class TensorModel:
     """The exact version that a request means."""
 
+    model: str
     name: str
     version: int
     """0 is the base."""
     signature: Signature
     models: TensorModels
 
-    @property
-    def model(self) -> str:
-        return versioned(self.name, self.version) if self.version else self.name
-
 
 def choose(service: Service, name: str, version: str | None = None) -> TensorModel:
-    """Return what `name`, perhaps `name@version`, means. Raises UnknownModel, InvalidRequest, Unavailable."""
+    """Return what `name`, perhaps `name@version`, means, after `prepare`.
+
+    Raises UnknownModel, InvalidRequest, Unavailable.
+    """
     if version is not None and (not is_number(version) or "@" in name):
         raise InvalidRequest(f"{version[:100]!r} is no version of {name[:100]}; name a number", "version")
     asked = name if version is None or int(version) == 0 else versioned(name, int(version))
@@ -43,7 +43,10 @@ def choose(service: Service, name: str, version: str | None = None) -> TensorMod
         raise InvalidRequest(f"{own} is an adapter and a policy net; unload one of them", "model")
     if is_policy_net and service.actor is not None:
         card = service.actor.card(asked)
-        return TensorModel(name=card.name, version=card.version, signature=card.signature, models=service.actor)
+        exact = versioned(card.name, card.version)
+        return TensorModel(
+            model=exact, name=card.name, version=card.version, signature=card.signature, models=service.actor
+        )
     if service.predictor is None:
         raise UnknownModel(f"no policy net {own[:100]!r}, and the language model of this process takes no tensors")
     if asked in service.splits.all():
@@ -51,7 +54,13 @@ def choose(service: Service, name: str, version: str | None = None) -> TensorMod
     model = resolved(asked, service.catalog(), service.policies)
     name, _, number = model.partition("@")
     signature = service.predictor.signature(model)
-    return TensorModel(name=name, version=int(number or 0), signature=signature, models=service.predictor)
+    return TensorModel(model=model, name=name, version=int(number or 0), signature=signature, models=service.predictor)
+
+
+async def prepare(service: Service) -> None:
+    """Let `choose` know the language model's signature."""
+    if service.predictor is not None:
+        await service.predictor.prepare()
 
 
 def choose_outputs(model: TensorModel, asked: Iterable[str] | None) -> tuple[TensorSpec, ...]:

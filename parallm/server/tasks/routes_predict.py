@@ -13,7 +13,7 @@ from parallm.errors import InvalidRequest
 from parallm.server.connection import json_response, received, while_connected
 from parallm.server.schemas import Wire, checked, read_object
 from parallm.server.service import Service
-from parallm.server.tasks.predictions import TensorModel, check_answer, choose, choose_outputs, predict
+from parallm.server.tasks.predictions import TensorModel, check_answer, choose, choose_outputs, predict, prepare
 from parallm.server.tasks.tensors import (
     SECONDS_PER_NUMBER,
     Encoding,
@@ -54,6 +54,7 @@ def predict_routes(service: Service) -> APIRouter:
     @router.post("/v1/predict")
     async def predict_tensors(http: Request) -> Response:
         """Compute a model's outputs for named tensors."""
+        await prepare(service)
         body, model, specs, inputs = await received(service, http, partial(_parse, service))
         outputs = await while_connected(http.receive, predict(model, inputs, specs))
         size = sum(array.size for array in outputs.values())

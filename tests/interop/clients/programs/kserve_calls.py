@@ -1,7 +1,7 @@
 """Triton's own client for named tensors, over HTTP: JSON, bytes, versions, the language model."""
 
 import numpy as np
-from checking import expect, report, server_and_model
+from checking import MODEL, expect, report, server_and_model
 from tritonclient.http import InferenceServerClient, InferInput, InferRequestedOutput
 from tritonclient.utils import InferenceServerException
 
@@ -61,6 +61,19 @@ def requests_run_side_by_side() -> None:
     expect(all(np.allclose(array, found[0], atol=1e-5) for array in found))
 
 
+def the_language_model_takes_token_ids() -> None:
+    ids = np.array([[5, 9, 11], [7, 8, 9]], np.int64)
+    tensor = InferInput("input_ids", [2, 3], "INT64")
+    tensor.set_data_from_numpy(ids)
+    signature = {one["name"]: one["shape"] for one in client().get_model_metadata(MODEL)["outputs"]}
+    answer = client().infer(MODEL, [tensor], outputs=[InferRequestedOutput(name) for name in signature])
+    for name, shape in signature.items():
+        found = answer.as_numpy(name)
+        sizes = [axis if axis > 0 else size for axis, size in zip(shape, found.shape, strict=True)]
+        expect(list(found.shape) == sizes and found.shape[0] == 2 and np.isfinite(found).all(), (name, found.shape))
+    expect({"logits", "last_hidden_state", "pooled"} == set(signature), signature)
+
+
 def mistakes_are_errors_with_words() -> None:
     wrong = InferInput("obs", [5, 4], "FP64")
     wrong.set_data_from_numpy(OBS.astype(np.float64))
@@ -82,6 +95,7 @@ if __name__ == "__main__":
             json_and_bytes_are_the_same,
             outputs_that_are_not_named_come_as_bytes,
             requests_run_side_by_side,
+            the_language_model_takes_token_ids,
             mistakes_are_errors_with_words,
         ],
     )

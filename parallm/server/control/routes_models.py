@@ -1,0 +1,139 @@
+"""Models of the catalogue: load, unload, scan, copy, create and delete, as wire types and routes."""
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from parallm.errors import Unavailable
+from parallm.registry.records import Loaded, Overlay
+from parallm.server.connection import body_of, json_response
+from parallm.server.interfaces import Models
+from parallm.server.ollama.schemas import KeepAlive
+from parallm.server.schemas import Done, Wire
+from parallm.server.service import Service
+
+ModelName = Annotated[str, Field(min_length=1, max_length=512)]
+
+
+class ModelNameBody(Wire):
+    model: ModelName
+
+
+class ModelLoadBody(ModelNameBody):
+    keep_alive: KeepAlive | None = None
+    """Seconds that the model stays after its last request, or a duration such as 5m; below 0: until its memory is
+    needed."""
+    pinned: bool | None = None
+    """Whether only an unload makes it leave."""
+
+
+class ModelCopyBody(Wire):
+    source: ModelName
+    destination: ModelName
+
+
+class ModelCreateBody(ModelNameBody):
+    source: Annotated[str, Field(min_length=1, max_length=4096)]
+    """A name, a hub id in the cache, or a folder below `registry.folders`."""
+    system: str | None = None
+    """System message of chats that bring none."""
+    parameters: dict[str, Any] | None = None
+    """Defaults of requests, by Ollama's names."""
+    messages: list[dict[str, str]] | None = None
+    """Messages before those of every chat."""
+
+
+class LoadedModelEntry(Wire):
+    model: str
+    names: tuple[str, ...]
+    state: str
+    """`loading`, `ready`, `draining` or `unloading`."""
+    memory_bytes: int
+    expires_at: float | None
+    """Unix seconds; null: it answers just now, or stays until its memory is needed."""
+    pinned: bool
+    num_running: int
+    """Requests that it answers now."""
+
+
+class LoadedModelList(Wire):
+    data: list[LoadedModelEntry]
+
+
+class ModelNameList(Wire):
+    names: tuple[str, ...]
+
+
+def model_routes(service: Service) -> APIRouter:
+    router = APIRouter()
+
+    def models() -> Models:
+        if service.models is None:
+            raise Unavailable("this process has one model; start it with registry=local to load others")
+        return service.models
+
+    @router.get("/v1/models/loaded")
+    async def loaded() -> Response:
+        """Models of the catalogue in memory, and on their way there or out of it."""
+        return json_response(LoadedModelList(data=[_entry(model) for model in models().loaded()]))
+
+    @router.post("/v1/models/load")
+    async def load(http: Request) -> Response:
+        """Load a model, and answer when it is in memory."""
+        body = await body_of(service, http, ModelLoadBody)
+        await models().load(body.model, keep_alive=body.keep_alive, is_pinned=body.pinned)
+        return json_response(Done(status="ok"))
+
+    @router.post("/v1/models/unload")
+    async def unload(http: Request) -> Response:
+        """Unload a model after the answers that it gives now, and answer when it has left memory."""
+        body = await body_of(service, http, ModelNameBody)
+        await models().unload(body.model)
+        return json_response(Done(status="ok"))
+
+    @router.post("/v1/models/scan")
+    async def scan() -> Response:
+        """Register the models that are on the disk now. Answers with the new names."""
+        return json_response(ModelNameList(names=await models().scan()))
+
+    @router.post("/v1/models/copy")
+    async def copy(http: Request) -> Response:
+        """Let a second name mean a model, with what the first one adds to it."""
+        body = await body_of(service, http, ModelCopyBody)
+        await models().copy(body.source, body.destination)
+        return json_response(Done(status="ok"))
+
+    @router.post("/v1/models/create")
+    async def create(http: Request) -> Response:
+        """Let a name mean a model with a system message or parameters of its own."""
+        body = await body_of(service, http, ModelCreateBody)
+        await models().create(body.model, body.source, _overlay(body))
+        return json_response(Done(status="ok"))
+
+    @router.delete("/v1/models/{name:path}")
+    async def delete(name: str) -> Response:
+        """Forget a name; a model without one is unloaded. Files stay, but for those of models created here."""
+        await models().delete(name)
+        return json_response(Done(status="ok"))
+
+    return router
+
+
+def _entry(model: Loaded) -> LoadedModelEntry:
+    return LoadedModelEntry(
+        model=model.name,
+        names=model.names,
+        state=model.state,
+        memory_bytes=model.num_bytes,
+        expires_at=model.expires_at,
+        pinned=model.is_pinned,
+        num_running=model.num_leases,
+    )
+
+
+def _overlay(body: ModelCreateBody) -> Overlay | None:
+    given = body.model_dump(include={"system", "parameters", "messages"}, exclude_none=True)
+    return Overlay(**{**given, "messages": tuple(given.get("messages", ()))}) if given else None
