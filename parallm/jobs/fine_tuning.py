@@ -8,13 +8,14 @@ last checkpoint, and its end is counted once.
 import asyncio
 import logging
 import secrets
+import shutil
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from parallm.errors import InvalidRequest, NotStored, ParallmError, ProblemError
+from parallm.errors import InvalidRequest, NotStored, ParallmError, ProblemError, UnknownObject
 from parallm.jobs.files import FileStore
 from parallm.jobs.graders import EnvironmentGrader, read_grader
 from parallm.jobs.plan import Plan, TuningRequest, asked, method_of, tuned_name
@@ -186,6 +187,14 @@ class FineTuning:
         self._changed.set()
         return job
 
+    async def forget(self, name: str) -> None:
+        """Delete the checkpoints of the job that has made this model, if one has, so that no restart serves it."""
+        for job in self._jobs.all(("succeeded",)):
+            if job.fine_tuned_model == name:
+                for checkpoint in self._checkpoints.all((job.id,)):
+                    self._checkpoints.delete(checkpoint.id)
+                await asyncio.to_thread(shutil.rmtree, self.folder(job.id), ignore_errors=True)
+
     def succeeded(self) -> list[tuple[str, Path]]:
         """Return name and run folder of each model that a job has made."""
         jobs = self._jobs.all(("succeeded",))
@@ -243,17 +252,19 @@ class FineTuning:
                 self._tell(job.id, "queued", "Files validated, moving job to queued state")
 
     async def _train(self, job: FineTuningJob, train: Train) -> None:
-        request = self._request(job)
-        listener = JobListener(self, job.id, self.model_name(job))
-        order = TuningOrder(
-            job_id=job.id,
-            name=self.model_name(job),
-            request=request,
-            folder=self.folder(job.id),
-            training_file=self._path(job.training_file),
-            validation_file=self._path(job.validation_file),
-            listener=listener,
-        )
+        try:
+            order = TuningOrder(
+                job_id=job.id,
+                name=self.model_name(job),
+                request=self._request(job),
+                folder=self.folder(job.id),
+                training_file=self._path(job.training_file),
+                validation_file=self._path(job.validation_file),
+                listener=JobListener(self, job.id, self.model_name(job)),
+            )
+        except UnknownObject as missing:
+            self._fail(job, "invalid_training_file", f"its file is gone: {missing}", "training_file")
+            return
         self._put(job, "running")
         self._tell(job.id, "started", "Fine-tuning job started")
         self._running = order
@@ -459,7 +470,8 @@ class JobListener:
         return self._own._jobs.get(self._job_id)
 
     def _put(self, job: FineTuningJob, **fields: Any) -> None:
-        self._own._put(job, job.status, **fields)
+        if job.status == "running":
+            self._own._put(job, "running", **fields)
 
 
 def new_seed() -> int:

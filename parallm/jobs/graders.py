@@ -20,6 +20,8 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from parallm.errors import InvalidRequest
 
 MAX_FORMULA = 1000
+MAX_TEXT = 10_000
+"""Characters of a filled template: comparing two texts takes the product of their lengths."""
 VARIABLE = re.compile(r"\{\{\s*(item|sample)\.([A-Za-z0-9_.-]+)\s*\}\}")
 SAMPLE = ("output_text", "output_json")
 WORD = re.compile(r"[a-z0-9]+")
@@ -114,11 +116,13 @@ def read_grader(given: Mapping[str, Any]) -> Grader:
 
 
 def check_item(grader: Grader, item: Item) -> None:
-    """Raise InvalidRequest if `item` lacks what the grader reads."""
+    """Raise InvalidRequest if `item` lacks what the grader reads, or has too much of it."""
     for template in _templates(grader):
         for space, path in VARIABLE.findall(template):
             if space == "item" and _at(item, path.split(".")) is None:
                 raise InvalidRequest(f"there is no {path}, which the grader reads")
+        if (size := len(_fill(template, item, ""))) > MAX_TEXT:
+            raise InvalidRequest(f"what the grader reads has {size} characters, the limit is {MAX_TEXT}")
 
 
 def grade(grader: Grader, item: Item, text: str) -> float:

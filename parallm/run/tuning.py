@@ -25,7 +25,7 @@ from parallm.device.settings import DeviceSettings
 from parallm.distributed.parts import Single
 from parallm.environment.environment import AnyEnvironment, connect
 from parallm.environment.settings import ArithmeticSettings
-from parallm.errors import AdapterError, UnknownModel
+from parallm.errors import AdapterError, ModelError, UnknownModel
 from parallm.jobs.fine_tuning import HELD_OUT, TRAIN, JobListener, SavedVersion, TuningOrder, TuningResult
 from parallm.jobs.graders import EnvironmentGrader, read_grader
 from parallm.jobs.plan import Plan, TuningRequest, Usual, make_plan
@@ -103,6 +103,7 @@ class JobTrainer:
 
     async def _train(self, order: TuningOrder) -> TuningResult:
         runtime, adapters = self._runtime, self._runtime.adapters
+        self._check(order)
         start = await self._start(order)
         config, data, plan = await asyncio.to_thread(_prepare, order, self._usual, self._settings, start is not None)
         order.listener.planned(plan)
@@ -128,9 +129,10 @@ class JobTrainer:
         )
         async with AsyncExitStack() as sources:
             run = await build_policy_run(spec, own, data, sources, parts)
-            order.listener.saved(await self._pin(order.name, order.folder, serve=False))
-            if run.trainer.status.step or run.resumed_version > adapter.version:
-                order.listener.resumed(run.trainer.status.step)
+            kept = await self._pin(order.name, order.folder, serve=False)
+            if kept:
+                order.listener.saved(kept)
+                order.listener.resumed(kept[-1].step)
             stopping = asyncio.create_task(_stop_at(order.stop, run.trainer.stop))
             try:
                 await run.trainer.run()
@@ -139,6 +141,17 @@ class JobTrainer:
             if not run.trainer.was_stopped:
                 self._drop_unnamed(order.name)
             return await asyncio.to_thread(_result, order.folder, run.trainer.was_stopped)
+
+    def _check(self, order: TuningOrder) -> None:
+        """Raises ModelError, AdapterError."""
+        names, limit = (
+            {card.name for card in self._runtime.adapters.cards()},
+            self._runtime.settings.server.max_adapters,
+        )
+        if not self._runtime.model.writes_text:
+            raise ModelError("the base writes no text, so no policy can be trained on it")
+        if order.name not in names and len(names) >= limit:
+            raise AdapterError(f"{len(names)} adapters are loaded, the limit; unload one or raise server.max_adapters")
 
     async def _start(self, order: TuningOrder) -> Path | None:
         """Return the folder of the adapter to start from, written once: its version may be gone at the next start."""

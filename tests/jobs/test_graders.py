@@ -133,6 +133,8 @@ def test_other_graders_are_refused_with_the_reason(grader: dict[str, Any], messa
 def test_a_line_without_what_the_grader_reads_is_found() -> None:
     grader = read_grader(check("eq", "{{item.answer.number}}"))
     check_item(grader, {"answer": {"number": 0}})
+    with pytest.raises(InvalidRequest, match="10000"):
+        check_item(grader, {"answer": {"number": "5" * 10_001}})
     for item in ({}, {"answer": 5}, {"answer": {"number": None}}):
         with pytest.raises(InvalidRequest, match=r"answer\.number"):
             check_item(grader, item)

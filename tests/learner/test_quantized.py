@@ -1,6 +1,8 @@
 """LoRA on quantized bases: gradients are those on the same base with its weights written out."""
 
+from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import mlx.core as mx
@@ -10,9 +12,13 @@ from mlx_lm.convert import convert
 
 from parallm.device.streams import DeviceStreams
 from parallm.learner.learner import Learner
+from parallm.learner.passes import gradient
 from parallm.learner.settings import LearnerSettings
+from parallm.model import quantized as quantized_module
 from parallm.model.adapters.adapter import Adapter
+from parallm.model.kernels import unpack
 from parallm.model.load import load_shared_model
+from parallm.model.quantized import UnpackingEmbedding, UnpackingLinear
 from parallm.model.settings import LoraSettings, ModelSettings
 from parallm.model.shared_model import SharedModel
 from parallm.reports import UpdateReport
@@ -82,3 +88,28 @@ def test_products_of_mlx_by_packed_weights_give_them_too(
     largest = max(mx.abs(array).max().item() for array in expected.values())
     for name, array in expected.items():
         assert mx.abs(changes[name] - array).max().item() < 1e-5 * largest, name
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_a_pass_on_cuda_unpacks_its_head_once(
+    is_kept: bool, quantized: Path, written_out: Path, update: Update, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times: Counter[type[nn.Module]] = Counter()
+
+    def unpacked(layer: nn.Module, dtype: mx.Dtype) -> mx.array:
+        times[type(layer)] += 1
+        return unpack.unpacked(layer, dtype)
+
+    model = load(quantized, "packed")
+    monkeypatch.setattr(quantized_module, "on_cuda", lambda: True)
+    monkeypatch.setattr(quantized_module, "MANY_ROWS", 1)
+    monkeypatch.setattr(quantized_module, "unpacked", unpacked)
+    if not is_kept:
+        monkeypatch.setattr(gradient, "kept_unpacked", nullcontext)
+    _, changes = update(model)
+    assert (times[UnpackingEmbedding] == 1) == is_kept
+    assert times[UnpackingLinear] > sum(type(module) is UnpackingLinear for module in model.trunk.modules())
+    _, expected = update(load(written_out))
+    for name, array in expected.items():
+        assert mx.allclose(changes[name], array, atol=1e-5, rtol=1e-4), name

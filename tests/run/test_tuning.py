@@ -40,6 +40,9 @@ class Api:
     def post(self, path: str, body: Any = None) -> Any:
         return self._answer(self._http.post(path, json=body or {}))
 
+    def delete(self, path: str) -> Any:
+        return self._answer(self._http.delete(path))
+
     def upload(self, rows: Sequence[Any]) -> str:
         content = "".join(f"{json.dumps(row)}\n" for row in rows).encode()
         files = {"file": ("rows.jsonl", content)}
@@ -138,6 +141,10 @@ def test_a_supervised_job_makes_a_model_that_the_next_process_serves(tmp_path: P
         further = api.create(model=names[0], training_file=file, hyperparameters={"n_epochs": 1, "batch_size": 24})
         assert api.until_over(further["id"])["status"] == "succeeded"
         assert [api.text(name) for name in names] == texts
+        api.delete(f"/v1/adapters/{names[0]}")
+    with serving(tmp_path) as api:
+        assert not any(model["id"].startswith(names[0]) for model in api.get("/v1/models")["data"])
+        assert api.get(f"/v1/fine_tuning/jobs/{job['id']}")["status"] == "succeeded"
 
 
 def after_step_two(monkeypatch: pytest.MonkeyPatch, act: Callable[[JobListener], object]) -> None:
@@ -193,7 +200,7 @@ def test_a_process_that_ends_in_a_job_leaves_it_to_the_next(tmp_path: Path, monk
     with serving(tmp_path) as api:
         done = api.until_over(job)
         assert (done["status"], api.steps(job)) == ("succeeded", list(range(1, 10)))
-        assert any(event["message"].startswith("The job goes on after step") for event in api.events(job))
+        assert "The job goes on after step 2" in [event["message"] for event in api.events(job)]
         assert api.until_over(waiting)["status"] == "succeeded"
 
 

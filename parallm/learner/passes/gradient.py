@@ -35,6 +35,7 @@ from parallm.model.lora.dora import lora_scaling
 from parallm.model.lora.linear import LoraBinding
 from parallm.model.lora.selector import training_lora
 from parallm.model.lora.single import LoraScaling, SingleLora, single_lora
+from parallm.model.quantized import kept_unpacked
 from parallm.model.shared_model import SharedModel
 
 LAST_LAYER_PARTS = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
@@ -109,7 +110,8 @@ class PolicyGradient:
             with checkpointed(self._model, self._checkpoints), cut_trunk(self._model, TRUNK_PARTS) as cuts:
                 hidden = self._streams.run(lambda batch: self._hidden(batch, lora), batches)
             pairs = list(zip(hidden, batches, strict=True))
-            losses = self._streams.run(lambda pair: self._loss(mx.stop_gradient(pair[0]), pair[1], scale), pairs)
+            with kept_unpacked():
+                losses = self._streams.run(lambda pair: self._loss(mx.stop_gradient(pair[0]), pair[1], scale), pairs)
             # d(sum hidden x gradient) / d(arrays) is the chain rule after the head
             products = self._streams.run(
                 lambda pair: (pair[0] * pair[1][0]).sum(), list(zip(hidden, losses, strict=True))
@@ -134,7 +136,8 @@ class PolicyGradient:
     def score(self, lora: LoraBinding | None, batches: Sequence[MicroBatch]) -> list[Scores]:
         """Log-probs and entropies of `batches` (one per stream) under `lora`, without gradients. Evaluated."""
         hidden = self._streams.run(lambda batch: self._hidden(batch, lora), batches)
-        scores = self._streams.run(lambda pair: self._score(*pair), list(zip(hidden, batches, strict=True)))
+        with kept_unpacked():
+            scores = self._streams.run(lambda pair: self._score(*pair), list(zip(hidden, batches, strict=True)))
         run_stages(_interleave([batch_scores.stages for batch_scores in scores]))
         mx.eval([[batch_scores.logprobs_N, batch_scores.entropies_N] for batch_scores in scores])
         return scores

@@ -155,6 +155,8 @@ async def unload_model(service: Service, adapters: Adapters, model: str) -> None
         raise InvalidRequest(f"{model[:100]!r} is neither a name nor one version of it, such as poet@3", "name")
     await service.engine.ping()
     await adapters.unload(name, int(version) if at else None)
+    if service.jobs is not None and not at:
+        await service.jobs.tuning.forget(name)
 
 
 def name_of(http: Request) -> str:
