@@ -46,8 +46,7 @@ class Passes:
         """Yield None after each round of passes, the numbers (N, D) of all rows last, float32."""
         numbers: list[np.ndarray | None] = [None] * len(rows)
         shared = self._num_shared(rows)
-        sizes = [padded(len(row)) if self.model.is_encoder else len(row) - shared for row in rows]
-        passes = neighbours(sizes, self.budget - shared, self.streams.width)
+        passes = self._plan(rows, shared)
         for start in range(0, len(passes), self.streams.width):
             chosen = passes[start : start + self.streams.width]
             parts = self.streams.run(lambda indices: self.numbers(rows, indices, first_lengths, shared), chosen)
@@ -62,7 +61,7 @@ class Passes:
         self, rows: Sequence[Row], names: Sequence[str]
     ) -> Iterator[tuple[list[int], dict[str, np.ndarray]]]:
         """Yield the rows of each pass and their tokens' `last_hidden_state` (M, H) or `logits` (M, V), float32."""
-        passes = self._rectangles(rows) if self.model.is_encoder else self._packs(rows, 0)
+        passes = self._plan(rows, 0)
         for start in range(0, len(passes), self.streams.width):
             chosen = passes[start : start + self.streams.width]
             parts = self.streams.run(lambda indices: self._of_tokens([rows[index] for index in indices], names), chosen)
@@ -74,6 +73,11 @@ class Passes:
         hidden_MH = self._encoded(rows, [len(row) for row in rows]) if self.model.is_encoder else self._hidden(rows)
         made = {"last_hidden_state": lambda: hidden_MH, "logits": lambda: self.model.head(hidden_MH)}
         return {name: made[name]().astype(mx.float32) for name in names}
+
+    def _plan(self, rows: Sequence[Row], shared: int) -> list[list[int]]:
+        """Indices of the rows of each pass; `shared` tokens of every row are computed once a pass."""
+        sizes = [padded(len(row)) if self.model.is_encoder else len(row) - shared for row in rows]
+        return neighbours(sizes, self.budget - shared, self.streams.width)
 
     def _num_shared(self, rows: Sequence[Row]) -> int:
         """Tokens that all rows begin with, if they are computed once: where only last tokens are read."""
