@@ -19,6 +19,7 @@ from parallm.model.gguf.facts import read_facts
 from parallm.model.gguf.folder import WEIGHTS
 from parallm.model.gguf.writer import write_gguf
 from parallm.model.load import NANO, check_local, find_folder, load_base, load_shared_model
+from parallm.model.quantized import choose_dtype
 from parallm.model.settings import LoraSettings, ModelSettings
 from parallm.model.shared_model import SharedModel
 from parallm.model.task_spec import read_task_spec
@@ -201,6 +202,19 @@ def test_what_mlx_lm_writes_is_read(
     tokens = mx.array(TOKENS)
     assert mx.allclose(base(tokens).astype(mx.float32), reference(tokens), atol=0.3)
     capsys.readouterr()
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize(("kind", "expected"), [("Q8_0", mx.bfloat16), ("F16", mx.float16), (None, mx.float32)])
+def test_a_gpu_does_not_compute_in_the_type_of_exact_scales(
+    write_llama: Write, kind: str | None, expected: mx.Dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_llama(kind=None if kind is None else GGMLQuantizationType[kind])
+    base, config = load_base(find_folder(str(path)), "")
+    assert choose_dtype("auto", base, config) == mx.float32
+    monkeypatch.setattr("parallm.model.quantized._on_cpu", lambda: False)
+    assert choose_dtype("auto", base, config) == expected
+    assert choose_dtype("float32", base, config) == mx.float32
 
 
 def test_a_folder_of_the_file_lies_in_the_cache(write_llama: Write, tmp_path: Path) -> None:
