@@ -33,12 +33,11 @@ from parallm.model.adapters.files import read_adapter, write_mlx, write_peft
 from parallm.model.adapters.initial import initial_arrays
 from parallm.model.adapters.reward_head import read_reward_model, with_reward_head
 from parallm.model.adapters.table import AdapterTable
-from parallm.model.chat.end_token import end_texts_with
 from parallm.model.load import NANO, load_shared_model
 from parallm.model.settings import ModelSettings
 from parallm.model.shared_model import SharedModel
 from parallm.model.task_spec import read_task_spec
-from parallm.run.export import run_export
+from parallm.run.export import end_texts_with, run_export
 from parallm.trainer.saving import write_adapter
 from parallm.types import Activation, GenerationRequest, SamplingParams, TaskSpec, TokenEvent
 
