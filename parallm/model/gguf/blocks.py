@@ -2,7 +2,7 @@
 
 MLX computes a weight as scale * q + bias, with q in few bits. The scales of all types here are products of at most 17
 significant bits, so that float32 makes the very number that llama.cpp's formula does; in float16 it would not. Q6_K has
-groups of 16, which MLX unpacks and does not multiply with (`mx.quantized_matmul` returns garbage), so it is unpacked.
+groups of 16, with which MLX does not multiply, so it is unpacked.
 The layouts: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h.
 
 Axes: O outputs, N blocks of an output, B bytes of a block, G groups of 32, S groups within a block, W words of 32 bits,
