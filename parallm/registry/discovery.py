@@ -17,6 +17,8 @@ from typing import Any
 from huggingface_hub.constants import HF_HUB_CACHE
 
 from parallm.errors import ModelError
+from parallm.model.gguf.facts import read_facts
+from parallm.model.gguf.file import is_gguf
 from parallm.model.task_spec import ENCODERS, read_task_spec, writes_text
 from parallm.registry.records import SEGMENT, Model
 
@@ -94,6 +96,30 @@ def describe(source: str, folder: Path, digest: str) -> Model:
     )
 
 
+def describe_gguf(source: str, path: Path) -> Model:
+    """Read what a GGUF file is, from its header. The number is 0. Raises ModelError for one that cannot be loaded."""
+    facts, found = read_facts(path), path.stat()
+    capabilities = [] if facts.architecture in ENCODERS else ["completion", *_abilities(facts.chat_template or "")]
+    digest = hashlib.sha256(f"{path.name} {found.st_size} {found.st_mtime_ns}\n".encode())
+    return Model(
+        id=0,
+        source=source,
+        folder=str(path),
+        format="gguf",
+        architecture=facts.architecture,
+        parameters=facts.parameters,
+        quantization=facts.quantization,
+        context=facts.context,
+        hidden=facts.hidden,
+        vocabulary=facts.vocabulary,
+        num_bytes=found.st_size,
+        digest=digest.hexdigest(),
+        capabilities=(*capabilities, *(["embedding"] if facts.pooling else [])),
+        license=facts.license,
+        modified_at=found.st_mtime,
+    )
+
+
 def _below(folder: Path, depth: int) -> Iterator[Path]:
     if is_model(folder):
         yield folder
@@ -155,11 +181,7 @@ def _bits(config: Mapping[str, Any]) -> int | None:
 def _capabilities(folder: Path, config: Mapping[str, Any], names: frozenset[str]) -> Iterator[str]:
     if config.get("model_type") not in ENCODERS and writes_text(config, names):
         yield "completion"
-        template = chat_template(folder)
-        if re.search(r"\btools\b", template):
-            yield "tools"
-        if re.search(r"<think>|\benable_thinking\b|\breasoning_content\b", template):
-            yield "thinking"
+        yield from _abilities(chat_template(folder))
     try:
         spec = read_task_spec(folder)
     except ModelError:
@@ -168,8 +190,17 @@ def _capabilities(folder: Path, config: Mapping[str, Any], names: frozenset[str]
         yield TASKS[spec.task]
 
 
+def _abilities(template: str) -> Iterator[str]:
+    if re.search(r"\btools\b", template):
+        yield "tools"
+    if re.search(r"<think>|\benable_thinking\b|\breasoning_content\b", template):
+        yield "thinking"
+
+
 def chat_template(folder: Path) -> str:
-    """The chat template as text; several ones one after the other."""
+    """The chat template of a folder or a GGUF file as text; several ones one after the other."""
+    if is_gguf(folder):
+        return read_facts(folder).chat_template or ""
     file = folder / "chat_template.jinja"
     if file.is_file():
         return _text(file)

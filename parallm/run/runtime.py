@@ -44,13 +44,14 @@ from parallm.model.adapters.adapter import Adapter
 from parallm.model.adapters.initial import starting_adapter
 from parallm.model.adapters.reward_head import read_reward_model, refuse_head
 from parallm.model.adapters.table import AdapterTable
+from parallm.model.gguf.folder import WEIGHTS
 from parallm.model.kernels.compiler import Specialization
 from parallm.model.kernels.cuda import has_kernels, on_cuda, target
 from parallm.model.kernels.preparation import prepare_kernels
 from parallm.model.load import check_local, find_folder, load_shared_model
 from parallm.model.settings import ModelSettings
 from parallm.model.shared_model import SharedModel
-from parallm.registry.discovery import describe, digest_of
+from parallm.registry.discovery import describe, describe_gguf, digest_of
 from parallm.registry.pool import Pool
 from parallm.reports import TrainingStatus
 from parallm.rollout.reward_model import Rate, RewardModel
@@ -335,8 +336,12 @@ def with_max_tokens(settings: ServerSettings, defaults: Mapping[str, float]) -> 
 
 def _own_base(runtime: Runtime) -> OwnBase:
     """Describe the base. Raises ModelError."""
-    model, folder = runtime.model, runtime.base_folder
-    described = describe(runtime.settings.model.path, folder, digest_of(folder))
+    model, folder, source = runtime.model, runtime.base_folder, runtime.settings.model.path
+    weights = folder / WEIGHTS
+    if weights.exists():
+        described = describe_gguf(source, weights.resolve())
+    else:
+        described = describe(source, folder, digest_of(folder))
     level = described.quantization or DTYPES[model.dtype]
     return OwnBase(
         model=dataclasses.replace(described, quantization=level),

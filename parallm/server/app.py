@@ -36,6 +36,7 @@ from parallm.server.jobs.routes_batches import batch_routes
 from parallm.server.jobs.routes_files import file_routes
 from parallm.server.jobs.routes_fine_tuning import fine_tuning_routes
 from parallm.server.model_router import ModelRouter
+from parallm.server.ollama.routes_catalogue import catalogue_routes
 from parallm.server.ollama.routes_embed import embed_routes
 from parallm.server.ollama.routes_generate import generation_routes
 from parallm.server.ollama.routes_models import model_routes
@@ -83,7 +84,12 @@ ROUTES: Sequence[Callable[[Service], APIRouter]] = (
     batch_routes,
     fine_tuning_routes,
 )
-OLLAMA_ROUTES: Sequence[Callable[[Service], APIRouter]] = (generation_routes, embed_routes, model_routes)
+OLLAMA_ROUTES: Sequence[Callable[[Service], APIRouter]] = (
+    generation_routes,
+    embed_routes,
+    model_routes,
+    catalogue_routes,
+)
 MODEL_ROUTES: Sequence[Callable[[Service], APIRouter]] = (
     openai_routes,
     embedding_routes,

@@ -22,6 +22,7 @@ from parallm.registry.pool import Lease, Pool
 from parallm.registry.records import Named
 from parallm.server.connection import BODY_SECONDS, MIN_BYTES_PER_SECOND, while_connected
 from parallm.server.model_overlays import overlaid
+from parallm.server.ollama.answers import LOAD_SECONDS
 from parallm.server.ollama.names import ollama_error_response
 from parallm.server.ollama.schemas import read_keep_alive
 from parallm.server.operation.auth import StoredKey, authorize, deadline_of
@@ -40,8 +41,6 @@ LEASING = frozenset(
 )
 """Paths whose POST asks the model of its body to work."""
 OLLAMA = "/api/"
-LOAD_SECONDS = "parallm.load_seconds"
-"""Key of a scope: seconds that a request has waited for its model."""
 
 
 class ServedNames(Protocol):

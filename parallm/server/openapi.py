@@ -27,6 +27,9 @@ from parallm.server.dialects import routes_identity as identity
 from parallm.server.dialects import routes_tokenize as tokenize
 from parallm.server.jobs import schemas as jobs
 from parallm.server.ollama import cards as ollama_cards
+from parallm.server.ollama import create as ollama_create
+from parallm.server.ollama import pull as ollama_pull
+from parallm.server.ollama import routes_catalogue as ollama_catalogue
 from parallm.server.ollama import routes_models as ollama_models
 from parallm.server.ollama import schemas as ollama
 from parallm.server.openai.chat_schemas import ChatAnswer, ChatBody
@@ -498,6 +501,24 @@ _DOCUMENTS: Mapping[str, Row] = {
     "POST /api/embeddings": Row(
         (ollama.OllamaEmbeddingsBody,), (ollama.OllamaEmbeddingsAnswer,), {"model": "base", "prompt": "2 + 3"}
     ),
+    "POST /api/pull": Row(
+        (ollama_catalogue.OllamaPullBody,),
+        (ollama_pull.Progress,),
+        {"model": "policy"},
+        events=LINES,
+        stream_type="application/x-ndjson",
+    ),
+    "POST /api/create": Row(
+        (ollama_create.OllamaCreateBody,),
+        (ollama_pull.Progress,),
+        {"model": "poet", "from": "base", "system": "Answer in verse.", "parameters": {"temperature": 1}},
+        events=LINES,
+        stream_type="application/x-ndjson",
+    ),
+    "POST /api/copy": Row((ollama_catalogue.OllamaCopyBody,), (), {"source": "poet", "destination": "poet:v1"}),
+    "DELETE /api/delete": Row((ollama_catalogue.OllamaDeleteBody,), (), {"model": "poet:v1"}),
+    "HEAD /api/blobs/{digest}": Row(),
+    "POST /api/blobs/{digest}": Row(body_type="application/octet-stream"),
     ", ".join(f"POST {path}" for path in ollama_models.CLOUD_PATHS): Row(),
 }
 DOCUMENTS = {row: document for rows, document in _DOCUMENTS.items() for row in rows.split(", ")}

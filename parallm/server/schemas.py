@@ -10,6 +10,7 @@ from difflib import get_close_matches
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, from_json
 
 from parallm.errors import InvalidRequest
@@ -146,7 +147,7 @@ def checked(value: Mapping[str, Any], schema: type[Body], neutral: Mapping[str, 
     """
     fields = {}
     for name, item in value.items():
-        field = schema.model_fields.get(name)
+        field = schema.model_fields.get(name) or _field_of_alias(schema, name)
         if field is None:
             _check_neutral(name, item, neutral, schema)
         elif item is not None or field.is_required():
@@ -155,6 +156,11 @@ def checked(value: Mapping[str, Any], schema: type[Body], neutral: Mapping[str, 
         return schema.model_validate(fields)
     except ValidationError as error:
         raise _invalid(error.errors(include_url=False, include_context=False)[0]) from error
+
+
+def _field_of_alias(schema: type[Wire], alias: str) -> FieldInfo | None:
+    """Return the field of a name that Python keeps for itself, such as `from`."""
+    return next((field for field in schema.model_fields.values() if field.alias == alias), None)
 
 
 def _check_neutral(name: str, value: object, neutral: Mapping[str, tuple[object, ...]], schema: type[Wire]) -> None:

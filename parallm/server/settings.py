@@ -75,6 +75,8 @@ class ServerSettings:
     """Mode of the unix socket, as chmod takes it; one that lets others than its owner connect needs keys."""
     ollama: bool = False
     """Answer Ollama's routes below `/api`, too; programs that expect Ollama's port want `server.port=11434`."""
+    max_blob_bytes: int = Field(default=64 * 2**30, ge=1024)
+    """Size of a file that is uploaded to `/api/blobs` to create a model of."""
     ssl_certfile: str | None = None
     """Certificate chain in PEM: HTTPS instead of HTTP."""
     ssl_keyfile: str | None = None

@@ -164,7 +164,7 @@ def test_no_prompt_loads_the_model(call: Call) -> None:
 
 
 def test_the_own_base_is_not_unloaded(call: Call) -> None:
-    assert "stays loaded" in refusal(call("POST", "/api/generate", json={"model": "base", "keep_alive": "0s"}))
+    assert "stays loaded" in refusal(call("POST", "/api/generate", json={"model": "base", "keep_alive": "0s"}), 409)
     assert generate(call, keep_alive=0, stream=False).json()["response"]
 
 
@@ -495,7 +495,7 @@ def test_what_is_loaded_stays(call: Call) -> None:
 
 def test_the_cloud_is_absent(call: Call) -> None:
     assert call("GET", "/api/status").json() == {"cloud": {"disabled": True, "source": "config"}}
-    assert "no account at ollama.com" in refusal(call("POST", "/api/push", json={"model": "base"}))
+    assert "no account at ollama.com" in refusal(call("POST", "/api/push", json={"model": "base"}), 409)
     assert call("GET", "/api/version").json()["version"].split(".")[0] == "0"
 
 

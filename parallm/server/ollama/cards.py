@@ -12,7 +12,8 @@ from typing import Any
 
 from pydantic import Field
 
-from parallm.errors import Unavailable, UnknownModel
+from parallm.errors import ModelError, Unavailable, UnknownModel
+from parallm.model.gguf.file import is_gguf, read_gguf
 from parallm.registry.discovery import TASKS, chat_template, tensor_headers
 from parallm.registry.records import Model, Named, Overlay
 from parallm.server.catalog import card_of, model_names
@@ -107,7 +108,6 @@ class Card:
     model: Model
     context: int
     overlay: Overlay
-    template: str
     num_bytes: int
     """Size of its files, its adapter included."""
     digest: str
@@ -180,7 +180,6 @@ def own_card(service: Service, name: str) -> Card:
         model=base.model,
         context=service.engine.max_context,
         overlay=Overlay(parameters={RENAMED.get(key, key): value for key, value in defaults.items()}),
-        template=service.tokenizer.template_source,
         num_bytes=num_bytes,
         digest=digest,
         capabilities=capabilities,
@@ -200,7 +199,6 @@ def named_card(named: Named) -> Card:
         model=model,
         context=model.context or 0,
         overlay=overlay,
-        template=overlay.template or chat_template(Path(model.folder)),
         num_bytes=model.num_bytes,
         digest=digest,
         capabilities=model.capabilities,
@@ -231,7 +229,14 @@ def loaded_models(service: Service, cards: Mapping[str, Card]) -> list[LoadedMod
     return sorted(found, key=lambda model: model.expires_at, reverse=True)
 
 
-def page_of(card: Card) -> ModelPage:
+def template_of(service: Service, card: Card) -> str:
+    """Return the chat template of a model, which may be read from its files."""
+    if card.is_own:
+        return service.tokenizer.template_source
+    return card.overlay.template or chat_template(Path(card.model.folder))
+
+
+def page_of(card: Card, template: str) -> ModelPage:
     """Return what `POST /api/show` answers."""
     architecture = card.model.architecture
     facts: dict[str, object] = {
@@ -253,7 +258,7 @@ def page_of(card: Card) -> ModelPage:
     return ModelPage(
         modelfile=write_modelfile(card.name, card.parent or card.model.source, overlay),
         parameters="\n".join(f"{name:<30} {value}" for name, value in parameter_lines(overlay.parameters)),
-        template=card.template,
+        template=template,
         details=card.details,
         model_info={name: value for name, value in facts.items() if value is not None},
         capabilities=list(card.capabilities),
@@ -264,9 +269,13 @@ def page_of(card: Card) -> ModelPage:
 
 def tensors_of(model: Model) -> list[Tensor]:
     """Return the tensors of a model's files. Raises Unavailable for files that cannot be read so."""
+    path = Path(model.folder)
     try:
-        headers = tensor_headers(Path(model.folder))
-    except (OSError, ValueError) as error:
+        if is_gguf(path):
+            found = read_gguf(path).tensors.items()
+            return [Tensor(name=name, type=tensor.kind.name, shape=list(tensor.shape)) for name, tensor in found]
+        headers = tensor_headers(path)
+    except (OSError, ValueError, ModelError) as error:
         raise Unavailable(f"the tensors of {model.source} cannot be listed: {error}") from error
     return [Tensor(name=name, type=header["dtype"], shape=header["shape"]) for name, header in headers.items()]
 

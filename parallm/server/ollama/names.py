@@ -17,7 +17,7 @@ from parallm.server.ollama.schemas import OllamaError
 from parallm.server.service import Service
 from parallm.types import LATEST
 
-STATUSES = {409: 400, 429: 503}
+STATUSES = {429: 503}
 """Ollama's status of an error, by ours, where they differ."""
 
 
@@ -46,7 +46,8 @@ def ollama_error_response(error: ParallmError) -> Response:
 def own_name(service: Service, name: str) -> str:
     """Return the name by which this service knows `name`; names of other models stay as they are."""
     stem, colon, tag = name.rpartition(":")
-    if not colon or stem not in model_names(service):
+    names = model_names(service)
+    if not colon or name in names or stem not in names:
         return name
     return stem if tag == LATEST else f"{stem}@{tag}"
 

@@ -19,6 +19,7 @@ from parallm.server.ollama.cards import (
     find_card,
     loaded_models,
     page_of,
+    template_of,
     tensors_of,
 )
 from parallm.server.ollama.names import OllamaRoute, model_called
@@ -100,7 +101,7 @@ def model_routes(service: Service) -> APIRouter:
         body = await received(service, http, lambda text: checked(object_of(text), ShowBody, SHOW_NEUTRAL))
         with model_called(body.asked):
             card = await find_card(service, body.asked)
-        page = page_of(card)
+        page = page_of(card, await asyncio.to_thread(template_of, service, card))
         if body.verbose:
             page = page.model_copy(update={"tensors": await asyncio.to_thread(tensors_of, card.model)})
         return json_response(page)

@@ -148,9 +148,10 @@ _ROUTES: Mapping[Role, Mapping[str, str]] = {
     "admin": {
         "GET": "/flush_cache",
         "PUT": "/v1/adapters/{name} /v1/shares /v1/splits/{name} /v1/rl/policies/{name}",
+        "HEAD": "/api/blobs/{digest}",
         "DELETE": """
             /v1/models/{name} /v1/adapters/{model} /v1/adapters/{name}/aliases/{alias} /v1/splits/{name}
-            /v1/rl/policies/{model}
+            /v1/rl/policies/{model} /api/delete
         """,
         "POST": """
             /pause /pause_generation /areal_pause_generation
@@ -161,7 +162,7 @@ _ROUTES: Mapping[Role, Mapping[str, str]] = {
             /load_adapter /upload_adapter /update_adapter_weights /model/switch-lora
             /load_lora_adapter /skyrl/v1/load_lora_adapter /v1/load_lora_adapter
             /unload_lora_adapter /v1/unload_lora_adapter /load_lora_adapter_from_tensors
-            /api/push /api/me /api/signout
+            /api/pull /api/create /api/copy /api/blobs/{digest} /api/push /api/me /api/signout
             /init_communicator/ /init_weight_transfer_engine /init_weights_update_group
             /start_weight_update /finish_weight_update /update_named_param/
             /update_weights /update_weights_from_disk /update_weights_from_distributed /update_weights_from_tensor

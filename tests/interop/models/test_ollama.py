@@ -44,6 +44,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     model = folder / "model"
     write_tool_model(model)
     words = [f"model.path={model}", "tasks.pooling=mean", "server.ollama=true"]
+    words += ["registry.enabled=true", f"registry.folder={folder / 'registry'}"]
     with ExitStack() as servers:
         server = servers.enter_context(running("parallm.serve", words, folder))
         calling = servers.enter_context(running(str(CALLING), [], folder))

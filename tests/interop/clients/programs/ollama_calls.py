@@ -3,12 +3,13 @@
 import asyncio
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import ollama
 from checking import MESSAGES, MODEL, QUESTION, expect, report, server_and_model, task_servers
 
-URL, _ = server_and_model()
+URL, FOLDER = server_and_model()
 CALLING = task_servers()["calls"]
 GREEDY = {"temperature": 0, "num_predict": 12}
 SCHEMA = {
@@ -177,6 +178,40 @@ def a_function_is_called_and_answered() -> None:
     expect([part.message.tool_calls[0].function.name for part in parts if part.message.tool_calls] == ["add"], parts)
 
 
+def models_are_made_copied_and_deleted() -> None:
+    made = client.create("poet", from_=MODEL, system="You add.", parameters={"seed": 7, "temperature": 0}, stream=True)
+    expect([step.status for step in made][-1] == "success")
+    page = client.show("poet")
+    expect("You add." in page.modelfile and "seed" in page.parameters, page)
+    expect(client.copy("poet", "me/poet:v1").status == "success")
+    expect({"poet:latest", "me/poet:v1"} <= {model.model for model in client.list().models})
+    for name in ("poet", "me/poet:v1"):
+        expect(client.delete(name).status == "success")
+    refused(lambda: client.delete("poet"), 404, "not found")
+    refused(lambda: client.create("poet"), 400, "neither 'from' or 'files' was specified")
+
+
+def a_model_is_made_of_files_and_answers() -> None:
+    files = {path.name: client.create_blob(path) for path in Path(FOLDER).iterdir() if path.is_file()}
+    expect(client.create("twin", files=files, parameters={"temperature": 0, "num_predict": 8}).status == "success")
+    answer = client.chat("twin", MESSAGES)
+    expect(answer.message.content == client.chat(MODEL, MESSAGES, options=GREEDY | {"num_predict": 8}).message.content)
+    expect(answer.load_duration is None or answer.load_duration > 0, answer)
+    expect("twin:latest" in {model.model for model in client.ps().models})
+    expect(client.generate("twin", keep_alive=0).done_reason == "unload")
+    expect(client.delete("twin").status == "success")
+
+
+def models_are_pulled_if_they_are_here() -> None:
+    expect([step.status for step in client.pull(MODEL, stream=True)] == ["pulling manifest", "success"])
+    try:
+        client.pull("owner/nothing-of-this-name")
+    except ollama.ResponseError as error:
+        expect("registry.folders" in error.error, error.error)
+        return
+    raise AssertionError("accepted")
+
+
 def an_asynchronous_client_does_the_same() -> None:
     async def ask() -> None:
         own = ollama.AsyncClient(host=URL)
@@ -211,6 +246,9 @@ if __name__ == "__main__":
             texts_become_vectors,
             thoughts_stand_apart,
             a_function_is_called_and_answered,
+            models_are_made_copied_and_deleted,
+            a_model_is_made_of_files_and_answers,
+            models_are_pulled_if_they_are_here,
             an_asynchronous_client_does_the_same,
         ],
     )

@@ -1,0 +1,392 @@
+"""Pull, create, copy, delete and blobs over a real catalogue in a folder of its own. Nothing asks a network."""
+
+import asyncio
+import hashlib
+import json
+import os
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from huggingface_hub.errors import OfflineModeIsEnabled
+
+from parallm.errors import Unavailable
+from parallm.registry.catalogue import Catalogue
+from parallm.registry.records import Loaded, Named, Overlay
+from parallm.server.ollama import pull
+from parallm.server.ollama.blobs import SECONDS_TO_CREATE, sweep
+from parallm.server.ollama.pull import Progress, Pulls, hub_id_of
+from parallm.server.settings import ServerSettings
+from tests.registry.folders import write_folder
+from tests.server.conftest import BASE_MODEL, CharacterTokenizer, EchoEngine, card, make_app, send_to
+
+Call = Callable[..., httpx.Response]
+
+
+class CatalogueModels(Catalogue):
+    """A catalogue without a pool: its models are never loaded."""
+
+    async def describe(self, name: str) -> Named:
+        return await self.find(name)
+
+    def loaded(self) -> tuple[Loaded, ...]:
+        return ()
+
+    async def load(self, name: str, *, keep_alive: float | None = None, is_pinned: bool | None = None) -> None: ...
+    async def unload(self, name: str) -> None: ...
+
+
+@pytest.fixture
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[CatalogueModels]:
+    monkeypatch.setattr("parallm.registry.discovery.HF_HUB_CACHE", str(tmp_path / "hub"))
+    write_folder(tmp_path / "folders" / "qwen3", template="{{ tools }}<think>")
+    catalogue = CatalogueModels(tmp_path / "registry", (str(tmp_path / "folders"),))
+    asyncio.run(catalogue.scan())
+    yield catalogue
+    catalogue.close()
+
+
+@pytest.fixture
+def call(models: CatalogueModels) -> Call:
+    settings = ServerSettings(ollama=True, max_blob_bytes=5000)
+    catalog = lambda: (card(3),)  # noqa: E731
+    return partial(
+        send_to, make_app(EchoEngine(), CharacterTokenizer(), models=models, settings=settings, catalog=catalog)
+    )
+
+
+def statuses(response: httpx.Response) -> list[str]:
+    assert response.status_code == 200, response.text
+    return [json.loads(line)["status"] for line in response.text.splitlines()]
+
+
+def error_of(response: httpx.Response) -> str:
+    """The error of a response that failed before its first line, or as its last one."""
+    error: str = json.loads(response.text.splitlines()[-1])["error"]
+    return error
+
+
+def names(call: Call) -> list[str]:
+    return [model["name"] for model in call("GET", "/api/tags").json()["models"]]
+
+
+def upload(call: Call, content: bytes) -> str:
+    digest = f"sha256:{hashlib.sha256(content).hexdigest()}"
+    assert call("HEAD", f"/api/blobs/{digest}").status_code == 404
+    headers = {"content-type": "application/json"}  # as Ollama's client
+    assert call("POST", f"/api/blobs/{digest}", content=content, headers=headers).status_code == 201
+    assert call("HEAD", f"/api/blobs/{digest}").status_code == 200
+    return digest
+
+
+def create(call: Call, **fields: Any) -> httpx.Response:
+    return call("POST", "/api/create", json={"model": "poet"} | fields)
+
+
+OWN = ["policy:latest", "base:latest", "policy:3"]
+
+
+def test_names_of_the_catalogue_are_listed_and_shown(call: Call, tmp_path: Path) -> None:
+    assert names(call) == [*OWN, "qwen3:latest"]
+    page = call("POST", "/api/show", json={"model": "Qwen3", "verbose": True}).json()
+    assert (page["template"], page["capabilities"]) == ('"{{ tools }}<think>"', ["completion", "tools", "thinking"])
+    assert page["model_info"]["llama.context_length"] == 128
+    assert page["tensors"] == [{"name": "model.embed_tokens.weight", "type": "F32", "shape": [32, 8]}]
+
+
+def test_a_name_is_made_of_another(call: Call) -> None:
+    fields = {
+        "system": "Answer in verse.",
+        "parameters": {"temperature": 1, "stop": ["\n\n"]},
+        "messages": [{"role": "user", "content": "hi"}],
+        "license": ["MIT"],
+    }
+    made = statuses(create(call, **{"from": "qwen3"}, **fields))
+    assert made == ["reading model metadata", "creating system layer", "writing manifest", "success"]
+    page = call("POST", "/api/show", json={"model": "poet"}).json()
+    assert (page["system"], page["license"], page["messages"]) == ("Answer in verse.", "MIT", fields["messages"])
+    assert page["parameters"].splitlines() == [f"{'temperature':<30} 1", f"{'stop':<30} {json.dumps(chr(10) * 2)}"]
+    again = create(call, model="louder", modelfile="FROM poet\nPARAMETER temperature 0.5", stream=False)
+    assert again.json() == {"status": "success"}
+    louder = call("POST", "/api/show", json={"model": "louder"}).json()
+    assert (louder["system"], louder["parameters"].split()[1]) == ("Answer in verse.", "0.5")
+    assert louder["details"]["family"] == "llama"
+
+
+def test_a_modelfile_of_a_name_makes_it_again(call: Call) -> None:
+    create(call, **{"from": "qwen3"}, system='Say "no".', parameters={"seed": 7})
+    page = call("POST", "/api/show", json={"model": "poet"}).json()
+    assert statuses(create(call, model="twin", modelfile=page["modelfile"]))[-1] == "success"
+    twin = call("POST", "/api/show", json={"model": "twin"}).json()
+    assert (twin["system"], twin["parameters"]) == (page["system"], page["parameters"])
+
+
+def test_the_process_s_own_base_may_be_named_again(models: CatalogueModels, tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "elsewhere")
+    base = replace(BASE_MODEL, model=replace(BASE_MODEL.model, folder=str(folder)))
+    app = make_app(EchoEngine(), CharacterTokenizer(), models=models, base=base, settings=ServerSettings(ollama=True))
+    own = partial(send_to, app)
+    assert statuses(create(own, **{"from": "base:latest"}, system="S"))[-1] == "success"
+    assert own("POST", "/api/show", json={"model": "poet"}).json()["details"]["format"] == "safetensors"
+    own("DELETE", "/api/delete", json={"model": "poet"})
+    assert list((models.folder / "models").iterdir()) == []
+    assert (folder / "config.json").is_file()
+
+
+def test_a_model_is_made_of_files(call: Call, models: CatalogueModels, tmp_path: Path) -> None:
+    files = {path.name: path.read_bytes() for path in (tmp_path / "folders" / "qwen3").iterdir()}
+    digests = {name: upload(call, content) for name, content in files.items()}
+    made = statuses(create(call, files=digests))
+    assert made[-2:] == ["writing manifest", "success"]
+    assert {line.split()[-1] for line in made if line.startswith("using")} == set(digests.values())
+    (folder,) = (models.folder / "models").iterdir()
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == files
+    asyncio.run(models.scan())  # finds nothing that is not named yet
+    assert names(call) == [*OWN, *sorted(names(call)[3:])]
+    assert len(names(call)) == 5
+    assert call("DELETE", "/api/delete", json={"model": "poet"}).status_code == 200
+    assert list((models.folder / "models").iterdir()) == []
+    assert "poet:latest" not in names(call)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, "neither 'from' or 'files' was specified"),
+        ({"from": "nobody"}, "nobody"),
+        ({"from": "qwen3", "template": "{{ .Prompt }}"}, "template is not supported"),
+        ({"from": "qwen3", "quantize": "q4_0"}, "quantize is not supported"),
+        ({"from": "qwen3", "parameters": {"heat": 1}}, "unknown field 'heat'"),
+        ({"from": "qwen3", "parser": "harmony"}, "parser is not supported"),
+        ({"from": "qwen3", "adapters": {"a.gguf": f"sha256:{'0' * 64}"}}, "of PEFT; it has a.gguf"),
+        ({"from": "qwen3", "form": "x"}, "unknown field 'form'"),
+        ({"from": "qwen3", "model": "policy"}, "is a name of this process"),
+        ({"modelfile": "FROM qwen3\nTEMPLATE x"}, "TEMPLATE of a Modelfile is not supported"),
+        ({"files": {"config.json": f"sha256:{'0' * 64}"}}, "no blob"),
+        ({"files": {"config.json": "md5:1"}}, "invalid digest format"),
+        *(
+            ({"files": {name: f"sha256:{'0' * 64}"}}, "file path must be relative")
+            for name in ("../config.json", "/etc/passwd", "a\\b", "a/../b", "", "./a")
+        ),
+    ],
+)
+def test_what_cannot_be_made_is_refused(
+    call: Call, models: CatalogueModels, fields: dict[str, Any], message: str
+) -> None:
+    before = names(call)
+    assert message in error_of(create(call, **fields))
+    assert names(call) == before
+    assert not any((models.folder / "models").glob("*"))
+
+
+def test_files_that_are_no_model_leave_nothing(call: Call, models: CatalogueModels) -> None:
+    digest = upload(call, b"{}")
+    assert error_of(create(call, files={"config.json": digest}))
+    assert not any((models.folder / "models").glob("*"))
+    assert call("HEAD", f"/api/blobs/{digest}").status_code == 200  # the client corrects its files
+
+
+def test_an_adapter_is_kept_as_long_as_its_name(call: Call, models: CatalogueModels) -> None:
+    files = {"adapter_config.json": upload(call, b"{}"), "adapter_model.safetensors": upload(call, b"weights")}
+    assert statuses(create(call, **{"from": "qwen3"}, adapters=files))[-1] == "success"
+    overlay = asyncio.run(models.describe("poet")).overlay
+    assert overlay is not None
+    assert overlay.adapter is not None
+    assert (Path(overlay.adapter) / "adapter_model.safetensors").read_bytes() == b"weights"
+    call("POST", "/api/copy", json={"source": "poet", "destination": "twin"})
+    call("DELETE", "/api/delete", json={"model": "poet"})
+    assert Path(overlay.adapter).is_dir()
+    call("DELETE", "/api/delete", json={"name": "twin"})
+    assert not Path(overlay.adapter).exists()
+
+
+def test_names_are_copied_and_deleted(call: Call, tmp_path: Path) -> None:
+    copied = call("POST", "/api/copy", json={"source": "qwen3", "destination": "me/mine:v1"})
+    assert (copied.status_code, copied.content) == (200, b"")
+    assert names(call)[3:] == ["me/mine:v1", "qwen3:latest"]
+    deleted = call("DELETE", "/api/delete", json={"model": "me/mine:v1"})
+    assert (deleted.status_code, deleted.content) == (200, b"")
+    assert names(call)[3:] == ["qwen3:latest"]
+    assert (tmp_path / "folders" / "qwen3").is_dir()
+    for method, path, body in (
+        ("POST", "/api/copy", {"source": "nobody", "destination": "a"}),
+        ("DELETE", "/api/delete", {"model": "nobody"}),
+    ):
+        assert error_of(call(method, path, json=body)).startswith("model 'nobody' not found")
+    assert "is not deleted here" in error_of(call("DELETE", "/api/delete", json={"model": "policy:3"}))
+    assert "is not copied here" in error_of(call("POST", "/api/copy", json={"source": "base", "destination": "a"}))
+
+
+def test_a_blob_is_what_its_digest_says(call: Call, models: CatalogueModels) -> None:
+    digest = f"sha256:{hashlib.sha256(b'right').hexdigest()}"
+    assert "digest mismatch" in error_of(call("POST", f"/api/blobs/{digest}", content=b"wrong"))
+    assert "invalid digest format" in error_of(call("POST", "/api/blobs/sha256:..", content=b""))
+    assert list((models.folder / "blobs").iterdir()) == []
+    assert upload(call, b"right") == digest
+    assert call("POST", f"/api/blobs/{digest}", content=b"right").status_code == 200
+    long = f"sha256:{hashlib.sha256(bytes(5001)).hexdigest()}"
+    refused = call("POST", f"/api/blobs/{long}", content=bytes(5001))
+    assert (refused.status_code, "raise server.max_blob_bytes" in refused.text) == (413, True), refused.text
+    assert len(list((models.folder / "blobs").iterdir())) == 1
+
+
+def test_blobs_of_no_model_are_removed_when_they_are_old(call: Call, models: CatalogueModels) -> None:
+    path = models.folder / "blobs" / upload(call, b"alone").replace(":", "-")
+    sweep(models.folder, ())
+    assert path.exists()
+    then = time.time() - 2 * SECONDS_TO_CREATE
+    os.utime(path, (then, then))
+    (path.parent / "link").hardlink_to(path)
+    sweep(models.folder, ())
+    assert path.exists()
+    (path.parent / "link").unlink()
+    sweep(models.folder, ())
+    assert not path.exists()
+
+
+def test_without_a_catalogue_the_way_to_one_is_told() -> None:
+    app = make_app(EchoEngine(), CharacterTokenizer(), settings=ServerSettings(ollama=True))
+    for method, path, body in (
+        ("POST", "/api/copy", {"source": "a", "destination": "b"}),
+        ("DELETE", "/api/delete", {"model": "a"}),
+        ("POST", "/api/create", {"model": "a", "from": "base"}),
+        ("POST", "/api/pull", {"model": "a"}),
+        ("POST", f"/api/blobs/sha256:{'0' * 64}", {}),
+    ):
+        assert "registry.enabled=true" in error_of(send_to(app, method, path, json=body))
+    assert statuses(send_to(app, "POST", "/api/pull", json={"model": "base:latest"})) == ["pulling manifest", "success"]
+
+
+# pull -----------------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_here_is_pulled_at_once(call: Call) -> None:
+    assert statuses(call("POST", "/api/pull", json={"name": "qwen3"})) == ["pulling manifest", "success"]
+    assert call("POST", "/api/pull", json={"model": "qwen3", "stream": False}).json() == {"status": "success"}
+
+
+def test_without_a_network_the_way_out_is_told(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    class OfflineApi:
+        def model_info(self, *words: object, **options: object) -> None:
+            raise OfflineModeIsEnabled("offline mode is enabled")
+
+    monkeypatch.setattr(pull, "HfApi", OfflineApi)
+    for name in ("Qwen/Qwen3-0.6B", "qwen3:0.6b"):
+        error = error_of(call("POST", "/api/pull", json={"model": name}))
+        assert error.startswith("pull model manifest: Qwen/Qwen3-0.6B: offline mode is enabled; without network put")
+    assert "registry.folders" in error
+    assert "no hub id is known" in error_of(call("POST", "/api/pull", json={"model": "nobody"}))
+    whole = call("POST", "/api/pull", json={"model": "owner/model", "stream": False})
+    assert (whole.status_code, list(whole.json())) == (409, ["error"])
+
+
+@pytest.mark.parametrize(
+    ("name", "hub_id"),
+    [
+        ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B"),
+        ("hf.co/Qwen/Qwen3-0.6B:latest", "Qwen/Qwen3-0.6B"),
+        ("qwen3", "Qwen/Qwen3-8B"),
+        ("qwen3:latest", "Qwen/Qwen3-8B"),
+        ("qwen3:999b", None),
+        ("a/b/c", None),
+        ("a/b:q4", None),
+    ],
+)
+def test_names_mean_hub_ids(name: str, hub_id: str | None) -> None:
+    assert hub_id_of(name) == hub_id
+
+
+class Hub:
+    """A hub with one model of one file, which comes in two halves."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.num_downloads = 0
+
+    def fetch(self, hub_id: str, download: Any) -> None:
+        self.num_downloads += 1
+        file = pull._File("model.safetensors", "sha256:" + "ab" * 32, 10)
+        download.files.append(file)
+        for _ in range(2):
+            time.sleep(0.15)
+            if download.is_given_up.is_set():
+                return
+            file.completed += 5
+        reference = self.folder / f"models--{hub_id.replace('/', '--')}"
+        write_folder(reference / "snapshots" / "1")
+        (reference / "refs").mkdir()
+        (reference / "refs" / "main").write_text("1")
+
+
+def test_a_pull_shows_how_far_it_is_and_names_the_model(
+    models: CatalogueModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = Hub(tmp_path / "hub")
+    monkeypatch.setattr(pull, "fetch_model", hub.fetch)
+    app = make_app(EchoEngine(), CharacterTokenizer(), models=models, settings=ServerSettings(ollama=True))
+    response = send_to(app, "POST", "/api/pull", json={"model": "qwen3:0.6b"})
+    lines = [json.loads(line) for line in response.text.splitlines()]
+    assert lines[0] == {"status": "pulling manifest"}
+    assert [line["status"] for line in lines[-3:]] == ["verifying sha256 digest", "writing manifest", "success"]
+    parts = lines[1:-3]
+    assert {line["status"] for line in parts} == {"pulling abababababab"}
+    completed = [line["completed"] for line in parts]
+    assert (completed, parts[0]["total"]) == (sorted(set(completed)), 10)
+    assert completed[-1] == 10
+    assert {"qwen3:0.6b", "qwen/qwen3-0.6b:latest"} <= {name.lower() for name in names(partial(send_to, app))}
+    assert statuses(send_to(app, "POST", "/api/pull", json={"model": "Qwen/Qwen3-0.6B"}))[-1] == "success"
+    assert hub.num_downloads == 1
+
+
+def test_requests_for_one_model_share_its_download(tmp_path: Path) -> None:
+    hub = Hub(tmp_path)
+
+    async def both() -> Sequence[list[Progress]]:
+        pulls = Pulls(hub.fetch)
+
+        async def one() -> list[Progress]:
+            return [progress async for progress in pulls.watch("a/b")]
+
+        return await asyncio.gather(one(), one())
+
+    first, second = asyncio.run(both())
+    assert hub.num_downloads == 1
+    assert first[-1].completed == second[-1].completed == 10
+
+
+def test_a_download_ends_when_nobody_watches(tmp_path: Path) -> None:
+    hub = Hub(tmp_path)
+
+    async def leave() -> None:
+        pulls = Pulls(hub.fetch)
+        watching: AsyncGenerator[Progress, None] = pulls.watch("a/b")
+        await anext(watching)
+        await watching.aclose()
+
+    asyncio.run(leave())
+    assert not (tmp_path / "models--a--b").exists()
+
+
+def test_a_failed_download_may_be_tried_again(tmp_path: Path) -> None:
+    def fail(hub_id: str, download: Any) -> None:
+        raise Unavailable("the hub is gone")
+
+    async def twice() -> None:
+        pulls = Pulls(fail)
+        for _ in range(2):
+            with pytest.raises(Unavailable, match="gone"):
+                _ = [progress async for progress in pulls.watch("a/b")]
+
+    asyncio.run(twice())
+
+
+def test_an_overlay_alone_changes_the_digest(call: Call) -> None:
+    create(call, **{"from": "qwen3"}, system="S")
+    digests = {model["name"]: model["digest"] for model in call("GET", "/api/tags").json()["models"]}
+    assert digests["poet:latest"] != digests["qwen3:latest"]
+    assert Overlay() == Overlay(system=None)
