@@ -275,7 +275,7 @@ class Requests(Generic[Http]):
         return Call("POST", "/v1/rewards/score", _read_scores, fields)
 
     @method
-    def act(self, model: str, observations: Any, **fields: Any) -> Call[dict[str, Any]]:
+    def act(self, /, model: str, observations: Any, **fields: Any) -> Call[dict[str, Any]]:
         """Act on rows of observations by a policy net, `agent` or `agent@3`.
 
         `observations` are a nested list, a tensor (`{"shape", "datatype", "b64"}`) or tensors by name; `fields` are
