@@ -141,7 +141,7 @@ def test_a_supervised_job_makes_a_model_that_the_next_process_serves(tmp_path: P
         further = api.create(model=names[0], training_file=file, hyperparameters={"n_epochs": 1, "batch_size": 24})
         assert api.until_over(further["id"])["status"] == "succeeded"
         assert [api.text(name) for name in names] == texts
-        api.delete(f"/v1/adapters/{names[0]}")
+        assert api.delete(f"/v1/models/{names[0]}")["deleted"] is True
     with serving(tmp_path) as api:
         assert not any(model["id"].startswith(names[0]) for model in api.get("/v1/models")["data"])
         assert api.get(f"/v1/fine_tuning/jobs/{job['id']}")["status"] == "succeeded"
