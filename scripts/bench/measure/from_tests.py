@@ -237,7 +237,7 @@ give(
     {"jobs.kills": Bar(min=20), "jobs.control_lost": Bar(min=1), "jobs.control_twice": Bar(min=1)},
     zero("jobs.lost", "jobs.twice"),
 )
-CLIENTS = {"clients.passed": Bar(), "clients.total": Bar(min=157), "tasks.clients_passed": Bar(min=8)}
+CLIENTS = {"clients.passed": Bar(), "clients.total": Bar(min=164), "tasks.clients_passed": Bar(min=8)}
 give("clients", "interop/clients/test_clients.py", 5, CLIENTS, zero("clients.failed"))
 give(
     "verifiers",
