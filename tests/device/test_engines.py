@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 
 import pytest
 
@@ -129,8 +130,11 @@ def test_units_of_a_load_run_between_steps(device: DeviceThread) -> None:
             yield None
         yield 7
 
-    device.call(lambda: setattr(engine, "units", 200)).result(5)
-    assert device.load(units()).result(20) == 7
+    def begin() -> Future[int | None]:
+        engine.units = 200
+        return device.load(units())
+
+    assert device.call(begin).result(5).result(20) == 7
     assert len(set(steps)) > 3, "the engine stepped meanwhile"
 
 

@@ -1,6 +1,7 @@
 """Models of the catalogue beside the process's own: who answers, what they leave in memory, and what is refused."""
 
 import asyncio
+import hashlib
 import shutil
 import weakref
 from collections.abc import AsyncIterator, Callable
@@ -22,7 +23,7 @@ from parallm.run.models import LoadedModel, check_registry
 from parallm.run.runtime import on_device
 from parallm.run.serve import Serving, open_serving
 from parallm.server.operation.http_server import local_only
-from parallm.server.settings import ServerSettings
+from parallm.server.settings import ApiKey, ServerSettings
 from tests.conftest import BLAS
 from tests.registry.folders import on_loop, write_folder
 
@@ -38,8 +39,8 @@ class Asker:
         transport = httpx.ASGITransport(app=serving.application.app)
         self._client = httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=60)
 
-    async def post(self, path: str, status: int = 200, **body: Any) -> Any:
-        answer = await self._client.post(path, json=body)
+    async def post(self, path: str, status: int = 200, headers: dict[str, str] | None = None, **body: Any) -> Any:
+        answer = await self._client.post(path, json=body, headers=headers)
         assert answer.status_code == status, answer.text
         return answer.json()
 
@@ -69,8 +70,8 @@ def models(tmp_path: Path, tiny_model: Callable[[str], Path], monkeypatch: pytes
 
 
 @asynccontextmanager
-async def served(models: Path, **registry: Any) -> AsyncIterator[Asker]:
-    server = ServerSettings(enabled=True, ollama=True)
+async def served(models: Path, keys: tuple[ApiKey, ...] = (), **registry: Any) -> AsyncIterator[Asker]:
+    server = ServerSettings(enabled=True, ollama=True, api_keys=keys)
     registry = {"folder": str(models.parent / "registry"), "folders": (str(models),)} | registry
     config = ServeConfig(server=server, registry=RegistrySettings(enabled=True, **registry))
     async with open_serving(config, BLAS, local_only(server), folder=None) as serving:
@@ -217,14 +218,25 @@ async def test_a_whole_body_reaches_the_model_that_it_names(models: Path) -> Non
 @on_loop
 async def test_a_stream_holds_its_model_until_it_ends(models: Path) -> None:
     async with served(models) as asker:
-        model = asker.chat("llama", stream_options=None, max_tokens=200)
-        answering = asyncio.create_task(model)
-        while not (loaded := (await asker.get("/v1/models/loaded"))["data"]) or not loaded[0]["num_running"]:
+        answering = asyncio.create_task(asker.chat("llama", max_tokens=400))
+        while not (loaded := (await asker.get("/v1/models/loaded"))["data"]) or loaded[0]["state"] != "ready":
             await asyncio.sleep(0.01)
-        unloading = asyncio.create_task(asker.post("/v1/models/unload", model="llama"))
+        await asker.post("/v1/models/unload", model="llama")
         assert len((await answering)["choices"][0]["message"]["content"]) > 0
-        await unloading
         assert (await asker.get("/v1/models/loaded"))["data"] == []
+
+
+@on_loop
+async def test_who_has_no_key_makes_nothing_load(models: Path) -> None:
+    key = ApiKey(name="one", role="inference", sha256=hashlib.sha256(b"a key that is long enough").hexdigest())
+    async with served(models, keys=(key,)) as asker:
+        assert (await asker.chat("llama", 401))["error"]["code"] == "invalid_api_key"
+        pool = asker.serving.application.pool
+        assert pool is not None
+        assert pool.loaded() == ()
+        headers = {"authorization": "Bearer a key that is long enough"}
+        await asker.chat("llama", headers=headers)
+        await asker.post("/v1/models/unload", 403, model="llama", headers=headers)
 
 
 def test_a_catalogue_needs_a_server_and_a_process_of_its_own() -> None:
