@@ -359,6 +359,8 @@ class TaskSpec:
     """Name of the prompt of texts that come without one."""
     max_tokens: int | None = None
     """Tokens of a text that the model was trained for, if fewer than its positions."""
+    end_token: int | None = None
+    """Token id that texts for vectors get at their end; None: as the tokenizer or `tasks.end_token` says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

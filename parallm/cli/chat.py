@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from parallm.cli.connection import CommandFailed, command, post, server
+from parallm.cli.connection import CommandFailed, command, post
+from parallm.cli.start import served_name, server_for
 from parallm.client.calls import ApiError
 from parallm.client.client import Client
 
@@ -120,7 +121,11 @@ def run(arguments: Namespace) -> int:
         prompt = "\n\n".join(filter(None, (prompt, sys.stdin.read().strip())))
         if not prompt:
             raise CommandFailed("nothing to answer: the prompt and standard input are empty")
-    with server(arguments.host) as client:
+    with server_for(arguments) as client:
+        conversation.model = served_name(client, arguments.model)
+        if arguments.keepalive is not None:
+            load = {"model": conversation.model, "keep_alive": arguments.keepalive}
+            client.send(post("/v1/models/load", load))
         if prompt:
             conversation.ask(client, prompt, sys.stdout)
         else:

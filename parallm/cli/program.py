@@ -134,6 +134,8 @@ def _run(parser: Parser) -> None:
     parser.add_argument("--max-tokens", type=int, metavar="N", help="limit of an answer")
     parser.add_argument("--temperature", type=float, metavar="T")
     parser.add_argument("--seed", type=int, metavar="N")
+    parser.add_argument("--keepalive", metavar="SECONDS", type=float, help="stay loaded so long; negative: for ever")
+    parser.add_argument("--no-start", action="store_true", help="fail where no server answers")
     parser.add_argument("--verbose", action="store_true", help="show counts and durations after each answer")
 
 
@@ -168,6 +170,32 @@ def _training(parser: Parser) -> None:
     _json(parser)
 
 
+def _copy(parser: Parser) -> None:
+    parser.add_argument("source", metavar="MODEL")
+    parser.add_argument("destination", metavar="NAME")
+
+
+def _create(parser: Parser) -> None:
+    parser.add_argument("name", metavar="NAME")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("-f", "--file", metavar="FILE", help="a Modelfile")
+    source.add_argument("--from", dest="source", metavar="MODEL", help="a name, a folder or a hub id in the cache")
+    parser.add_argument("--system", metavar="TEXT", help="message before every conversation")
+
+
+def _stop(parser: Parser) -> None:
+    parser.add_argument("model", metavar="MODEL", nargs="?", help="unload it; without one the user's own server ends")
+
+
+def _service(parser: Parser) -> None:
+    parser.add_argument("action", choices=("install", "uninstall", "start", "stop", "logs"))
+    parser.add_argument("words", metavar="KEY=VALUE", nargs="*", help="keys of parallm.serve, for install")
+    scope = parser.add_mutually_exclusive_group()
+    scope.add_argument("--user", action="store_true", help="a service of this user, the default")
+    scope.add_argument("--system", action="store_true", help="a service of the machine, with a user of its own")
+    parser.add_argument("--print", action="store_true", help="show the units and write nothing")
+
+
 def _config(parser: Parser) -> None:
     parser.add_argument("action", nargs="?", default="show", choices=("path", "show", "check"))
 
@@ -179,10 +207,21 @@ COMMANDS: dict[str, Command] = {
     "ls": Command("parallm.cli.models:list_models", "the same as list", _json),
     "ps": Command("parallm.cli.models:list_loaded", "list the models in memory", _json),
     "show": Command("parallm.cli.models:show", "show what is known of a model", _show),
+    "pull": Command("parallm.cli.registry:pull", "make a model of a folder or the hub known to the server", _model),
+    "create": Command("parallm.cli.registry:create", "give a model a name, with a system message of its own", _create),
+    "cp": Command("parallm.cli.registry:copy", "give a model another name", _copy),
+    "rm": Command("parallm.cli.registry:remove", "forget a name, and its files if the server made them", _model),
+    "stop": Command("parallm.cli.registry:stop", "unload a model, or end the user's own server", _stop),
     "embed": Command("parallm.cli.models:embed", "print a vector for each text, as lines of JSON", _embed),
     "adapters": Command("parallm.cli.control:adapters", "list, load, promote and forget adapters", _adapters),
     "training": Command("parallm.cli.control:training", "watch, pause, resume, step and save training", _training),
     "status": Command("parallm.cli.control:status", "say whether a server answers; exit code 0, 3 (none), 4", _json),
+    "service": Command(
+        "parallm.cli.service:service",
+        "let systemd or launchd keep a server running: install, uninstall, start, stop, logs",
+        _service,
+        asks_server=False,
+    ),
     "config": Command(
         "parallm.cli.configuration:config",
         "where the user's configuration file is, what it sets, whether it is right",

@@ -321,7 +321,9 @@ def check_choices(config: RunConfig) -> None:
     objective, source, wrong = resolve_objective(config.learner), config.rollout.source, [*wrong_evaluation(config)]
     if source != "environment" and not config.server.enabled:
         wrong.append(f"rollout.source={source} learns from requests: it needs server.enabled=true")
-    if config.tasks != TaskSettings() and not config.server.enabled:
+    makes_vectors = config.learner.trains == "embedding" or config.policies
+    of_requests = dataclasses.replace(config.tasks, end_token=None) if makes_vectors else config.tasks
+    if of_requests != TaskSettings() and not config.server.enabled:
         wrong.append("tasks.*: keys for requests over HTTP; set server.enabled=true, or leave them out")
     if source != "environment" and config.learner.data is not None:
         wrong.append(f"rollout.source={source} learns from requests: leave learner.data out, or rollout.source")

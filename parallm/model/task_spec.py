@@ -69,6 +69,11 @@ def _embed_spec(folder: Path, pooling: Mapping[str, Any], *, normalizes: bool) -
     limits = _optional(folder / "sentence_bert_config.json")
     if limits.get("do_lower_case"):
         raise ModelError("sentence_bert_config.json: do_lower_case changes texts, which is not known here")
+    if "message" in (limits.get("modality_config") or {}):
+        raise ModelError(
+            "sentence_bert_config.json: modality_config makes each text a message of the chat template, which is not "
+            "known here; if the model was trained on plain texts, take `message` out of it"
+        )
     if pooling.get("include_prompt") is False and any(prompts.values()):
         raise ModelError(f"{MODULES}: include_prompt=false leaves prompts out of the pooling, which is not known here")
     return TaskSpec(
@@ -154,9 +159,10 @@ def write_task_spec(spec: TaskSpec, folder: Path, base_config: Mapping[str, Any]
         _write_embed_spec(spec, folder, base_config)
     else:
         _write_classifier_spec(spec, folder, base_config)
-    found, expected = read_task_spec(folder), spec
+    # an end token is for the tokenizer's own file
+    found, expected = read_task_spec(folder), dataclasses.replace(spec, end_token=None)
     if spec.task == "embed" and not (folder / "config.json").is_file():
-        expected = dataclasses.replace(spec, dimensions=found.dimensions if found else None)
+        expected = dataclasses.replace(expected, dimensions=found.dimensions if found else None)
     if found is None or dataclasses.replace(found, source=spec.source) != expected:
         raise ModelError(
             f"the task of {spec.source} cannot be said in files of sentence-transformers and transformers, which would "

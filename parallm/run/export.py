@@ -3,14 +3,18 @@
 import os
 import shutil
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
+from tokenizers import Tokenizer
+from tokenizers.processors import Sequence, TemplateProcessing
 
 from parallm.checkpoint.adapter_paths import find_adapter
 from parallm.config.schema import ExportConfig
 from parallm.device.blas import BlasReport
-from parallm.errors import CheckpointError, ConfigError
+from parallm.errors import CheckpointError, ConfigError, ModelError
 from parallm.metrics.formatting import short_path
 from parallm.model.adapters.adapter import Adapter
 from parallm.model.adapters.files import base_of, read_adapter, write_mlx, write_peft
@@ -20,6 +24,7 @@ from parallm.model.adapters.reward_head import refuse_head
 from parallm.model.gguf.writer import write_gguf
 from parallm.model.load import check_local, find_folder, load_base, read_model_type
 from parallm.model.task_spec import write_task_spec
+from parallm.types import TaskSpec
 
 FOLDERS = {"mlx": "adapter", "peft": "adapter_peft", "fused": "fused", "gguf": "fused.gguf"}
 GGUF_BITS = 8
@@ -27,6 +32,7 @@ TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json",
 """Files that sentence-transformers wants beside an adapter, too."""
 SPARE_BYTES = 32 << 20
 """Bytes of tokenizer, config and headers."""
+PROBE = "a"
 
 
 def run_export(config: ExportConfig, folder: Path, _: BlasReport) -> int:
@@ -105,12 +111,12 @@ def _write(config: ExportConfig, adapter: Adapter, named: Path, folder: Path) ->
         if task is not None:
             for path in (path for pattern in TOKENIZER_FILES for path in source.glob(pattern)):
                 shutil.copyfile(path, folder / FOLDERS["peft"] / path.name)
-            write_task_spec(task, folder / FOLDERS["peft"], base_config)
+            _write_task(task, folder / FOLDERS["peft"], base_config)
         descriptions[FOLDERS["peft"]] = "adapter for PEFT, PeftModel.from_pretrained"
     if "fused" in config.formats:
         write_model(base, fused_config, source, folder / FOLDERS["fused"])
         if task is not None:
-            write_task_spec(task, folder / FOLDERS["fused"], base_config)
+            _write_task(task, folder / FOLDERS["fused"], base_config)
         quantized = "" if bits is None else f", {bits} bits"
         descriptions[FOLDERS["fused"]] = f"whole model, {fused_bytes / 1e6:,.1f} MB{quantized}"
     if "gguf" in config.formats:
@@ -122,6 +128,35 @@ def _write(config: ExportConfig, adapter: Adapter, named: Path, folder: Path) ->
         num_bytes = write_gguf(base, fused_config, source, path, name=name, is_q8_0=bits is not None)
         descriptions[path.name] = f"whole model as GGUF, {num_bytes / 1e6:,.1f} MB"
     return descriptions
+
+
+def _write_task(task: TaskSpec, folder: Path, base_config: Mapping[str, Any]) -> None:
+    """Say in the files of `folder`, its tokenizer among them, what other programs should make of texts."""
+    write_task_spec(task, folder, base_config)
+    if task.end_token is not None:
+        end_texts_with(folder, task.end_token)
+
+
+def end_texts_with(folder: Path, token: int) -> None:
+    """Let the tokenizer.json in `folder` end each text with the token of this id, after what it adds already.
+
+    Raises ModelError where there is none, and for a tokenizer that cannot be changed so.
+    """
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        raise ModelError(
+            f"its vectors are those of texts that end with the token {token}, which the tokenizer does not add, and "
+            "the base has no tokenizer.json that could; export with formats=[mlx]"
+        )
+    tokenizer = Tokenizer.from_file(str(file))
+    name, expected = tokenizer.id_to_token(token), [*tokenizer.encode(PROBE).ids, token]
+    end = TemplateProcessing(single=["$A", name], pair=["$A", "$B:1", name], special_tokens=[(name, token)])
+    own = tokenizer.post_processor
+    tokenizer.post_processor = end if own is None else Sequence([own, end])
+    tokenizer.save(str(file))
+    found = Tokenizer.from_file(str(file)).encode(PROBE).ids
+    if found != expected:
+        raise ModelError(f"its tokenizer would read {PROBE!r} as {found}, not as {expected}; export with formats=[mlx]")
 
 
 def _check_space(folder: Path, num_bytes: int) -> None:

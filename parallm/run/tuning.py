@@ -25,9 +25,10 @@ from parallm.device.settings import DeviceSettings
 from parallm.distributed.parts import Single
 from parallm.environment.environment import AnyEnvironment, connect
 from parallm.environment.settings import ArithmeticSettings
-from parallm.errors import AdapterError, ModelError, UnknownModel
-from parallm.jobs.fine_tuning import HELD_OUT, TRAIN, JobListener, SavedVersion, TuningOrder, TuningResult
+from parallm.errors import AdapterError, ConfigError, ModelError, UnknownModel
+from parallm.jobs.fine_tuning import HELD_OUT, TRAIN, TuningOrder, TuningResult
 from parallm.jobs.graders import EnvironmentGrader, read_grader
+from parallm.jobs.job_rows import JobListener, SavedVersion
 from parallm.jobs.plan import Plan, TuningRequest, Usual, make_plan
 from parallm.jobs.settings import JobSettings
 from parallm.jobs.training_files import GradedProblems, read_problems
@@ -69,7 +70,10 @@ def usual_config(config: ServeConfig) -> RunConfig:
         ),
         metrics=MetricsSettings(display="off"),
     )
-    return with_parts(run, {str(part): keys for part, keys in config.jobs.training.items()})
+    try:
+        return with_parts(run, {str(part): keys for part, keys in config.jobs.training.items()})
+    except ConfigError as error:
+        raise ConfigError("\n".join(f"jobs.training.{line}" for line in str(error).splitlines())) from error
 
 
 class JobTrainer:

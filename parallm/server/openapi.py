@@ -176,7 +176,7 @@ PURPOSE = {
     "name": "purpose",
     "in": "query",
     "description": "Purpose of the files to show.",
-    "schema": {"type": "string", "enum": ["fine-tune", "batch", "batch_output"]},
+    "schema": {"type": "string", "enum": ["fine-tune", "batch", "batch_output", "fine-tune-results"]},
 }
 ORDER = {
     "name": "order",
@@ -283,7 +283,7 @@ _DOCUMENTS: Mapping[str, Row] = {
     "POST /v1/models/create": Row(
         (models.ModelCreateBody,), (Done,), {"model": "poet", "source": "qwen/qwen3", "system": "Answer in rhymes."}
     ),
-    "DELETE /v1/models/{name}": Row((), (Done,)),
+    "DELETE /v1/models/{name}": Row((), (models.ModelDeleted,)),
     "PUT /v1/splits/{name}": Row(
         (splits.SplitBody,), (splits.SplitAnswer,), {"weights": {"policy@11": 9, "policy@12": 1}}
     ),

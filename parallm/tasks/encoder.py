@@ -71,6 +71,7 @@ class Encoder:
         self._settings = settings
         self._folder = folder
         self._base: TaskSpec | None = None
+        self._first: dict[str, TaskSpec] = {}  # by policy: what it makes of texts before its first version
         self.fault = _fault(model, folder)
         """Why neither the base nor any adapter makes anything of texts but more text; None: they may."""
         self._refusal = NO_SPEC.format(model=model.name)
@@ -89,6 +90,16 @@ class Encoder:
         """Whether the base itself makes something of texts."""
         return self._base is not None
 
+    @property
+    def appended_token(self) -> int | None:
+        """The token that texts for vectors get at their end, unless the tokenizer itself adds it."""
+        own = self._model.tokenizer.encode(PROBE)[-1:]
+        return None if self._end_token is None or own == (self._end_token,) else self._end_token
+
+    def begin(self, policy: str, spec: TaskSpec) -> None:
+        """Let `policy`, which is in training, make what `spec` says before its first version, too. Any thread."""
+        self._first[policy] = spec
+
     def spec(self, model: str) -> TaskSpec:
         """What `model` makes of texts: as its adapter says, else as the base. Raises UnknownModel, Unavailable."""
         adapter = self._adapters.resolve(model)
@@ -96,11 +107,14 @@ class Encoder:
             raise Unavailable(self.fault)
         if self._model.parallel is not None:
             raise Unavailable("a base that is divided between devices makes no vectors; serve it on one device")
-        spec = self._base if adapter is None or adapter.spec is None else adapter.spec
+        first = self._first.get(model.partition("@")[0]) if adapter is None else None
+        if first is not None and first.labels:
+            raise Unavailable(f"{model} has no version yet, and until then no labels; ask again after its first update")
+        spec = first or (self._base if adapter is None or adapter.spec is None else adapter.spec)
         if spec is None:
             raise Unavailable(self._refusal)
         is_last = spec.task == "embed" and "last" in spec.pooling
-        if is_last and self._end_token is None and self._settings.end_token is None:
+        if is_last and self.end_token(spec) is None and self._settings.end_token is None:
             raise Unavailable(
                 f"{model} pools the last token, and the tokenizer of {self._model.name} ends texts by none; set "
                 "tasks.end_token=append, or none if the model was trained so"
@@ -144,7 +158,9 @@ class Encoder:
         """The token that every row has to end with; None: any."""
         if spec == REWARD:
             return self._model.tokenizer.end_token
-        return self._end_token if spec.task == "embed" else None
+        if spec.task != "embed":
+            return None
+        return self._end_token if spec.end_token is None else spec.end_token
 
     async def encode(self, request: EncodeRequest) -> np.ndarray:
         """Numbers (N, D), float32, in the order of the rows: vectors, or one number for each label.

@@ -13,7 +13,6 @@ import mlx.core as mx
 import numpy as np
 
 from parallm.device.streams import DeviceStreams
-from parallm.learner.passes.batch import make_passes
 from parallm.learner.passes.packing import Segment, packed_hidden
 from parallm.model.lora.linear import LoraBinding
 from parallm.model.shared_model import SharedModel
@@ -47,7 +46,7 @@ class Passes:
         """Yield None after each round of passes, the numbers (N, D) of all rows last, float32."""
         numbers: list[np.ndarray | None] = [None] * len(rows)
         shared = self._num_shared(rows)
-        passes = self._rectangles(rows) if self.model.is_encoder else self._packs(rows, shared)
+        passes = self._plan(rows, shared)
         for start in range(0, len(passes), self.streams.width):
             chosen = passes[start : start + self.streams.width]
             parts = self.streams.run(lambda indices: self.numbers(rows, indices, first_lengths, shared), chosen)
@@ -62,7 +61,7 @@ class Passes:
         self, rows: Sequence[Row], names: Sequence[str]
     ) -> Iterator[tuple[list[int], dict[str, np.ndarray]]]:
         """Yield the rows of each pass and their tokens' `last_hidden_state` (M, H) or `logits` (M, V), float32."""
-        passes = self._rectangles(rows) if self.model.is_encoder else self._packs(rows, 0)
+        passes = self._plan(rows, 0)
         for start in range(0, len(passes), self.streams.width):
             chosen = passes[start : start + self.streams.width]
             parts = self.streams.run(lambda indices: self._of_tokens([rows[index] for index in indices], names), chosen)
@@ -75,6 +74,11 @@ class Passes:
         made = {"last_hidden_state": lambda: hidden_MH, "logits": lambda: self.model.head(hidden_MH)}
         return {name: made[name]().astype(mx.float32) for name in names}
 
+    def _plan(self, rows: Sequence[Row], shared: int) -> list[list[int]]:
+        """Indices of the rows of each pass; `shared` tokens of every row are computed once a pass."""
+        sizes = [padded(len(row)) if self.model.is_encoder else len(row) - shared for row in rows]
+        return neighbours(sizes, self.budget - shared, self.streams.width)
+
     def _num_shared(self, rows: Sequence[Row]) -> int:
         """Tokens that all rows begin with, if they are computed once: where only last tokens are read."""
         if len(rows) < 2 or not self.packs or self.spec.pooling != ("last",):
@@ -83,22 +87,6 @@ class Passes:
         most = min(map(len, rows)) - 1  # a row keeps a token of its own
         shared = next((index for index in range(most) if first[index] != last[index]), most)
         return shared if shared >= MIN_SHARED else 0
-
-    def _packs(self, rows: Sequence[Row], shared: int) -> list[list[int]]:
-        lengths = [len(row) - shared for row in rows]
-        return make_passes(lengths, max(1, self.budget - shared), self.streams.width)
-
-    def _rectangles(self, rows: Sequence[Row]) -> list[list[int]]:
-        """Rows of similar lengths: passes of the longest first, each padded to its longest row."""
-        passes: list[list[int]] = []
-        room = 0
-        for index in sorted(range(len(rows)), key=lambda index: -len(rows[index])):
-            if room < 1:
-                passes.append([])
-                room = max(1, self.budget // padded(len(rows[index])))
-            passes[-1].append(index)
-            room -= 1
-        return passes
 
     def numbers(
         self, all_rows: Sequence[Row], indices: Sequence[int], first_lengths: Sequence[int] = (), shared: int = 0
@@ -148,6 +136,25 @@ class Passes:
         hidden_MH = packed_hidden(self.model, mx.array(tokens_M), [segment], self.lora)
         ends = list(accumulate(lengths, initial=shared))[1:]
         return hidden_MH[mx.array(ends) - 1].astype(mx.float32)
+
+
+def neighbours(sizes: Sequence[int], budget: int, streams: int) -> list[list[int]]:
+    """Indices of items of similar `sizes`, in passes of at most `budget` or one item; the largest first.
+
+    Items of one size come one after the other, so that a pass attends to them in one call. Few items are divided
+    between the streams.
+    """
+    total, budget = sum(sizes), max(1, budget)
+    share = total / (-(-total // (budget * streams)) * streams)
+    passes: list[list[int]] = []
+    room, filled = 0, 0
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        if room < 1 or filled >= share:
+            passes.append([])
+            room, filled = max(1, budget // sizes[index]), 0
+        passes[-1].append(index)
+        room, filled = room - 1, filled + sizes[index]
+    return passes
 
 
 def padded(length: int) -> int:

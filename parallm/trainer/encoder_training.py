@@ -51,7 +51,7 @@ def encoder_context(
     """
     is_embedding = settings.learner.trains == "embedding"
     if is_embedding:
-        start = _for_vectors(start, settings.learner, model)
+        start = _for_vectors(start, settings.learner, model, encoder)
     else:
         start = _for_labels(start, [*data.train, *data.held_out], model, settings.seed)
     kind: type[EncoderLearner] = EmbeddingLearner if is_embedding else ClassifierLearner
@@ -60,6 +60,7 @@ def encoder_context(
     if start.version > 0 and context.adapters.resolve(start.name) is None:
         context.adapters.publish(start)
     spec = learner.spec
+    encoder.begin(start.name, spec)
     train = [_group(example, spec, encoder, model) for example in data.train]
     held_out = [
         _group(example, spec, encoder, model) for example in data.held_out[: settings.trainer.evaluate_problems]
@@ -68,13 +69,18 @@ def encoder_context(
     return dataclasses.replace(context, learner=learner, evaluator=evaluator), train
 
 
-def _for_vectors(start: Adapter, settings: LearnerSettings, model: SharedModel) -> Adapter:
+def _for_vectors(start: Adapter, settings: LearnerSettings, model: SharedModel, encoder: Encoder) -> Adapter:
     _refuse(start, "embed")
     size, too_large = _hidden_size(model), [size for size in settings.dimensions if size > _hidden_size(model)]
     if too_large:
         raise ProblemError(f"learner.dimensions: {too_large[0]} is more than the {size} numbers of a hidden state")
     dimensions = tuple(sorted({*settings.dimensions, size})) if settings.dimensions else None
-    spec = TaskSpec(pooling=(settings.pooling,), dimensions=dimensions, source="learner=embedding")
+    spec = TaskSpec(
+        pooling=(settings.pooling,),
+        dimensions=dimensions,
+        end_token=encoder.appended_token,
+        source="learner=embedding",
+    )
     return dataclasses.replace(start, task=spec)
 
 

@@ -204,6 +204,15 @@ def test_keys_of_requests_are_refused_without_a_server(key: str) -> None:
     assert config_of(key).server.enabled
 
 
+def test_training_of_vectors_reads_the_end_of_texts_without_a_server() -> None:
+    (line,) = complaint_about("server=off", "tasks.end_token=append")
+    assert line.startswith("tasks.*")
+    trained = ("server=off", "learner=embedding", "learner.data=pairs.jsonl")
+    assert config_of(*trained, "tasks.end_token=append").tasks.end_token == "append"
+    (line,) = complaint_about(*trained, "tasks.pooling=mean")
+    assert line.startswith("tasks.*")
+
+
 def test_more_k_than_samples_are_refused() -> None:
     (line,) = complaint_about("trainer.evaluate_samples=4", "trainer.evaluate_k=[1,8]")
     assert line.startswith("trainer: evaluate_k=[1, 8] needs as many samples as its largest number; raise evaluate_")

@@ -26,6 +26,8 @@ from parallm.model.kernels.all_sum import PeerMemory
 from parallm.model.kernels.compiler import Defines, Specialization
 from parallm.model.load import NANO, share_model
 from parallm.model.lora import segmented
+from parallm.model.patches.forward import QuantizedRowEmbedding
+from parallm.model.quantized import UnpackingEmbedding
 from parallm.model.settings import ModelSettings
 from parallm.model.shared_model import SharedModel
 from parallm.model.tensor_parallel import Ranks
@@ -128,6 +130,9 @@ def test_an_engine_of_packed_weights_launches_what_is_listed(
     base.set_dtype(mx.bfloat16)
     nn.quantize(base, group_size=64, bits=4)
     packed = share_model(base, shape, ChatTokenizer(load_tokenizer(NANO)), ModelSettings(quantized="packed"))
+    embedding = packed.trunk.embed_tokens
+    assert isinstance(embedding, QuantizedRowEmbedding)
+    assert isinstance(embedding, UnpackingEmbedding)
     launched.clear()
     listed = engine_kernels(packed, random_adapter(packed, 1, rank=8), EngineSettings())
     table = AdapterTable()

@@ -144,6 +144,12 @@ def test_the_length_that_a_model_was_trained_for_is_read(tmp_path: Path) -> None
     (tmp_path / "sentence_bert_config.json").write_text(json.dumps({"do_lower_case": True}))
     with pytest.raises(ModelError, match="do_lower_case"):
         read_task_spec(tmp_path)
+    as_text = {"text": {"method": "forward", "method_output_name": "last_hidden_state"}}
+    (tmp_path / "sentence_bert_config.json").write_text(json.dumps({"modality_config": as_text}))
+    assert read_task_spec(tmp_path) is not None
+    (tmp_path / "sentence_bert_config.json").write_text(json.dumps({"modality_config": as_text | {"message": {}}}))
+    with pytest.raises(ModelError, match="a message of the chat template"):
+        read_task_spec(tmp_path)
 
 
 BERT = {"model_type": "bert", "architectures": ["BertForSequenceClassification"]}

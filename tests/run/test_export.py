@@ -17,6 +17,7 @@ import mlx_lm
 import pytest
 from mlx_lm.generate import generate_step
 from pydantic import TypeAdapter
+from tokenizers import Tokenizer
 
 from parallm.config.schema import ExportConfig
 from parallm.device.blas import load_blas
@@ -36,7 +37,7 @@ from parallm.model.load import NANO, load_shared_model
 from parallm.model.settings import ModelSettings
 from parallm.model.shared_model import SharedModel
 from parallm.model.task_spec import read_task_spec
-from parallm.run.export import run_export
+from parallm.run.export import end_texts_with, run_export
 from parallm.trainer.saving import write_adapter
 from parallm.types import Activation, GenerationRequest, SamplingParams, TaskSpec, TokenEvent
 
@@ -347,6 +348,26 @@ def test_what_makes_vectors_pools_the_same_after_its_export(
         assert (again.digest, again.task) == (adapter.digest, task)
     (fused / "modules.json").unlink()
     assert read_task_spec(fused) is None, "it is these files that say it"
+
+
+def test_the_exported_tokenizer_ends_texts_as_those_of_training(
+    nano: SharedModel, adapter: Adapter, tmp_path: Path
+) -> None:
+    end = nano.tokenizer.end_token
+    task = replace(EMBED, pooling=("last",), end_token=end)
+    write_mlx(replace(adapter, task=task), tmp_path / "trained", num_layers=nano.num_layers)
+    values = {"model": {"adapter": str(tmp_path / "trained")}, "output": str(tmp_path / "out")}
+    assert run_export(TypeAdapter(ExportConfig).validate_python(values), tmp_path / "run", BLAS) == 0
+    plain = nano.tokenizer.encode("2 + 3")
+    for name in ("fused", "adapter_peft"):
+        tokenizer = Tokenizer.from_file(str(tmp_path / "out" / name / "tokenizer.json"))
+        assert tokenizer.encode("2 + 3").ids == [*plain, end] != list(plain)
+        assert tokenizer.encode("2 + 3", add_special_tokens=False).ids == list(plain)
+    again = load_shared_model(ModelSettings(path=str(tmp_path / "out" / "fused"), dtype="float32"))
+    assert again.tokenizer.encode("2 + 3") == (*plain, end)
+    (tmp_path / "out" / "fused" / "tokenizer.json").unlink()
+    with pytest.raises(ModelError, match=r"has no tokenizer.json that could; export with formats=\[mlx\]"):
+        end_texts_with(tmp_path / "out" / "fused", end)
 
 
 @pytest.mark.parametrize(("activation", "labels"), [("softmax", "abc"), ("sigmoid", "abc"), ("sigmoid", "a")])

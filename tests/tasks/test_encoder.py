@@ -23,6 +23,7 @@ from parallm.model.lora.single import single_lora
 from parallm.model.settings import LoraSettings, ModelSettings
 from parallm.model.shared_model import SharedModel
 from parallm.tasks.encoder import Encoder
+from parallm.tasks.passes import neighbours
 from parallm.tasks.settings import TaskSettings
 from parallm.types import Pooling, TaskSpec
 from tests.conftest import BLAS
@@ -56,6 +57,16 @@ def test_vectors_are_those_of_a_forward_for_each_text(
 ) -> None:
     encoder, rows = make_encoder(architecture, TaskSettings(pooling=pooling, end_token="none")), make_rows(LENGTHS)
     assert encode(encoder, rows) == pytest.approx(by_hand(load_tiny(architecture), rows, pooling), abs=1e-5)
+
+
+def test_rows_of_one_length_share_a_pass() -> None:
+    sizes = [5, 9, 5, 9, 9, 5, 5]
+    assert neighbours(sizes, 20, 1) == [[1, 3], [4, 0], [2, 5, 6]]
+    assert neighbours([4] * 6, 1000, 2) == [[0, 1, 2], [3, 4, 5]], "each stream has work"
+    assert neighbours([50], 20, 2) == [[0]]
+    large = neighbours([1 + index % 190 for index in range(10_000)], 256, 2)
+    assert sorted(index for one in large for index in one) == list(range(10_000))
+    assert max(sum(1 + index % 190 for index in one) for one in large) <= 256
 
 
 def test_an_adapter_has_vectors_of_its_own(
@@ -179,6 +190,12 @@ def test_the_last_token_has_to_be_known(
     (folder / "tokenizer_config.json").write_text(json.dumps({"add_eos_token": True}))
     told = make_encoder(settings=TaskSettings(pooling="last"), folder=folder)
     assert told.encode_text("2 + 3", told.spec("base")) == (*plain, end)
+    assert (none.appended_token, appends.appended_token, told.appended_token) == (None, end, end)
+
+    spec = TaskSpec(pooling=("last",), end_token=end, source="learner=embedding")
+    trained = make_encoder(adapters=[replace(build_start(load_tiny("llama")), task=spec)])
+    assert trained.encode_text("2 + 3", trained.spec("policy")) == (*plain, end), "as it was trained, without a key"
+    assert trained.end_token(trained.spec("policy")) == end
 
 
 def test_a_tokenizer_that_ends_texts_itself_is_followed(
@@ -197,6 +214,7 @@ def test_a_tokenizer_that_ends_texts_itself_is_followed(
     model = load_shared_model(ModelSettings(path=str(folder), lora=LoraSettings(rank=4)))
     encoder = make_encoder(settings=TaskSettings(pooling="last"), folder=folder, model=model)
     assert encoder.end_token(encoder.spec("base")) == pad != model.tokenizer.end_token
+    assert encoder.appended_token is None
     assert encoder.encode_text("2 + 3", encoder.spec("base")) == model.tokenizer.encode("2 + 3")
     assert encoder.encode_text("2 + 3", encoder.spec("base"))[-1] == pad
 

@@ -70,6 +70,73 @@ def test_vectors_are_trained_kept_and_served_by_name(
     assert run_with_client(act, learner=learner, trainer={"steps": 9}, model=again) == 0
 
 
+def test_vectors_leave_the_base_and_versions_of_a_policy_as_they_are(
+    run_with_client: Train, sums: str, tmp_path: Path
+) -> None:
+    """To the bit, as JSON has all digits: log-probs of a completion, and the base's own vectors."""
+    learner = {"trains": "embedding", "data": sums, "pooling": "last", **FAST}
+
+    def act(client: httpx.Client) -> None:
+        ask = {"prompt": "2 + 3 =", "max_tokens": 8, "temperature": 0, "logprobs": 5}
+
+        def answers(*models: str) -> list[Any]:
+            written = [client.post("/v1/completions", json=ask | {"model": model}) for model in models]
+            made = client.post("/v1/embeddings", json={"model": "base", "input": ["2 + 3", "a sum"]})
+            texts = [answer.raise_for_status().json()["choices"] for answer in written]
+            return [*texts, made.raise_for_status().json()["data"]]
+
+        def vector() -> list[float]:
+            answer = client.post("/v1/embeddings", json={"model": "vectors", "input": "2 + 3"}).raise_for_status()
+            return list(answer.json()["data"][0]["embedding"])
+
+        train_until(client, "poet", 1)
+        train_until(client, "vectors", 1)
+        poet = f"poet@{version_of(client, 'poet')}"
+        before, own = answers("base", poet), vector()
+        train_until(client, "vectors", version_of(client, "vectors") + 2)
+        assert answers("base", poet) == before
+        assert vector() != own
+        assert answers("poet")[0] != before[0], "a version of its own has other numbers"
+
+    tasks = {"pooling": "mean", "end_token": "append"}
+    parts = {"policies": {"poet": {}, "vectors": {"learner": learner}}, "tasks": tasks}
+    assert run_with_client(act, trainer={"steps": 200, "evaluate_problems": 0}, **parts) == 0
+
+
+def version_of(client: httpx.Client, policy: str) -> int:
+    status = client.get("/v1/training/status").raise_for_status().json()
+    return int(status["policies"][policy]["version"])
+
+
+def train_until(client: httpx.Client, policy: str, version: int) -> None:
+    """Step the paused run until `policy` has this version."""
+    while version_of(client, policy) < version:
+        client.post("/v1/training/update", json={"policy": policy}).raise_for_status()
+
+
+def test_a_policy_of_vectors_begins_as_the_base_pooled_as_it_will_be(
+    run_with_client: Train, sums: str, kinds: str
+) -> None:
+    vectors = {"learner": {"trains": "embedding", "data": sums, "pooling": "last", "learning_rate": 0.0}}
+    labels = {"learner": {"trains": "classifier", "data": kinds, "learning_rate": 0.0}}
+
+    def act(client: httpx.Client) -> None:
+        def embedding(model: str) -> Any:
+            answer = client.post("/v1/embeddings", json={"model": model, "input": "2 + 3"}).raise_for_status().json()
+            return answer["model"], answer["data"][0]["embedding"]
+
+        first = embedding("vectors")
+        assert first[0] == "vectors@0"
+        assert embedding("vectors@0") == first
+        assert embedding("base")[1] != first[1], "the base pools another way"
+        refused = client.post("/classify", json={"model": "labels", "input": "2 + 3"})
+        assert (refused.status_code, "no version yet" in refused.text) == (409, True)
+
+    parts = {"policies": {"vectors": vectors, "labels": labels}}
+    tasks = {"pooling": "mean", "end_token": "append"}
+    assert run_with_client(act, trainer={"steps": 200, "evaluate_problems": 0}, tasks=tasks, **parts) == 0
+
+
 def test_a_classifier_is_trained_and_kept_with_its_labels(train: Train, kinds: str, tmp_path: Path) -> None:
     learner = {"trains": "classifier", "data": kinds, **FAST}
     trainer = {"steps": 12, "evaluate_problems": 64, "evaluate_every": 12}

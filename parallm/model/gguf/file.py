@@ -146,8 +146,11 @@ class GgufFile:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a path names a file of this format, by its name."""
-    return path.suffix.lower() == ".gguf"
+    """Whether a path names a file of this format: by its name, or by its first bytes, as blobs have no such name."""
+    if path.suffix.lower() == ".gguf" or not path.is_file():
+        return path.suffix.lower() == ".gguf"
+    with path.open("rb") as file:
+        return file.read(len(MAGIC)) == MAGIC
 
 
 def read_gguf(path: Path) -> GgufFile:

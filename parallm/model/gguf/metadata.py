@@ -25,14 +25,15 @@ from parallm.model.gguf.file import Value
 from parallm.model.gguf.splitting import GPT2, SPLITTINGS, Splitting
 from parallm.model.gguf.tokenizer import BYTE, CONTROL, NORMAL, SPECIALS, UNKNOWN, UNUSED, USER_DEFINED, WHOLE
 
+YARN_KEYS = {"rope_type", "type", "factor", "original_max_position_embeddings", "rope_theta"}
 UNNAMED = "unnamed"
 """Written for a way to split that has no name: llama.cpp refuses it, where it would guess if there was nothing."""
 
 
 def write_config(config: Mapping[str, Any], num_tokens: int) -> dict[str, Value]:
-    """The metadata of a model with this config.json. Raises ModelError for what a GGUF file cannot say.
+    """The metadata of a model with this config.json, in which every key that the model reads has a value.
 
-    `num_tokens` is the number of rows of its embeddings.
+    `num_tokens` is the number of rows of its embeddings. Raises ModelError for what a GGUF file cannot say.
     """
     model_type = str(config.get("model_type"))
     if model_type not in MODEL_TYPES:
@@ -53,7 +54,7 @@ def write_config(config: Mapping[str, Any], num_tokens: int) -> dict[str, Value]
         "attention.value_length": head,
         "attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
         "rope.dimension_count": rotated,
-        "rope.freq_base": float(config.get("rope_theta") or (config.get("rope_parameters") or {})["rope_theta"]),
+        "rope.freq_base": float(config["rope_theta"]),
     }
     if name in LARGEST:
         own |= _of_gemma(config, name, head)
@@ -92,7 +93,7 @@ def _of_scaling(config: Mapping[str, Any], name: str) -> dict[str, Value]:
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind == "linear":
         return {"rope.scaling.type": "linear", "rope.scaling.factor": float(scaling["factor"])}
-    if kind == "yarn" and set(scaling) <= {"rope_type", "type", "factor", "original_max_position_embeddings"}:
+    if kind == "yarn" and scaling.keys() <= YARN_KEYS:
         return {
             "rope.scaling.type": "yarn",
             "rope.scaling.factor": float(scaling["factor"]),

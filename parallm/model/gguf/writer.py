@@ -38,10 +38,15 @@ def write_gguf(
     GGUF file cannot say, OSError if the disk does not take it.
     """
     arrays = dict(tree_flatten(base.parameters()))
+    # config.json leaves keys to their defaults, and may name others than those that mlx-lm computes with
+    config = {**config, **{key: value for key, value in vars(base.args).items() if value is not None}}
     if config.get("tie_word_embeddings"):
         arrays.pop("lm_head.weight", None)
     rows = arrays["model.embed_tokens.weight"].shape[0]
-    metadata = write_config(config, rows)
+    try:
+        metadata = write_config(config, rows)
+    except KeyError as error:
+        raise ModelError(f"{source / 'config.json'} lacks {error}, which a GGUF file needs") from error
     architecture = str(metadata["general.architecture"])
     tensors = [_Output(target, array, config, architecture, is_q8_0) for target, array in sorted(arrays.items())]
     extra = rotary_factors(config)
@@ -107,6 +112,8 @@ class _Output:
         if self.kind in ("F32", "Q8_0"):
             array = array.astype(mx.float32) + self._offset
         numbers: NDArray[Any] = np.array(array.view(mx.uint16) if self.kind == "BF16" else array)
+        if self.kind == "F16" and not np.isfinite(numbers).all():
+            raise ModelError(f"{self.name} has numbers beyond the range of float16; set model.dtype=bfloat16")
         file.write((quantize_q8_0(numbers) if self.kind == "Q8_0" else numbers).data)
 
 

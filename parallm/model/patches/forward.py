@@ -25,6 +25,7 @@ from parallm.model.kernels.gather import take_rows
 from parallm.model.kernels.segmented_lora import ShrinkOutput
 from parallm.model.kernels.swiglu import fused_swiglu
 from parallm.model.logprobs import is_slow, sigmoid
+from parallm.model.quantized import UnpackingEmbedding
 
 TRUNK_NAMES = ("model", "transformer", "backbone")
 
@@ -87,9 +88,14 @@ class QuantizedRowEmbedding(nn.QuantizedEmbedding):
         )
 
 
+class UnpackingRowEmbedding(QuantizedRowEmbedding, UnpackingEmbedding):
+    """One that unpacks its weights where it is the head, too."""
+
+
 EMBEDDINGS: dict[type[nn.Module], type[nn.Module]] = {
     nn.Embedding: RowEmbedding,
     nn.QuantizedEmbedding: QuantizedRowEmbedding,
+    UnpackingEmbedding: UnpackingRowEmbedding,
 }
 
 

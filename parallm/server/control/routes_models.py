@@ -1,6 +1,6 @@
 """Models of the catalogue: load, unload, scan, copy, create and delete, as wire types and routes."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
 from pydantic import Field
@@ -10,6 +10,7 @@ from starlette.responses import Response
 from parallm.errors import Unavailable
 from parallm.registry.records import Loaded, Overlay
 from parallm.server.connection import body_of, json_response
+from parallm.server.control.routes_adapters import store, unload_model
 from parallm.server.interfaces import Models
 from parallm.server.ollama.schemas import KeepAlive
 from parallm.server.schemas import Done, Wire
@@ -61,6 +62,12 @@ class LoadedModelEntry(Wire):
 
 class LoadedModelList(Wire):
     data: list[LoadedModelEntry]
+
+
+class ModelDeleted(Wire):
+    id: str
+    object: Literal["model"]
+    deleted: Literal[True]
 
 
 class ModelNameList(Wire):
@@ -115,9 +122,15 @@ def model_routes(service: Service) -> APIRouter:
 
     @router.delete("/v1/models/{name:path}")
     async def delete(name: str) -> Response:
-        """Forget a name; a model without one is unloaded. Files stay, but for those of models created here."""
-        await models().delete(name)
-        return json_response(Done(status="ok"))
+        """Forget a name, or an adapter of this process; a model without a name is unloaded.
+
+        Files stay, but for those of models created here, and of models that jobs have made.
+        """
+        if any(card.name == name for card in service.catalog()):
+            await unload_model(service, store(service.adapters), name)
+        else:
+            await models().delete(name)
+        return json_response(ModelDeleted(id=name, object="model", deleted=True))
 
     return router
 

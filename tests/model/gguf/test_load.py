@@ -1,5 +1,6 @@
 """GGUF files as bases: their logits are those of the folder that they were made from."""
 
+import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,15 +11,16 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_map
 from mlx_lm.gguf import convert_to_gguf
-from mlx_lm.utils import load_model
+from mlx_lm.utils import _get_classes, load_model
 
 from parallm.errors import ModelError
 from parallm.model.gguf.facts import read_facts
 from parallm.model.gguf.folder import WEIGHTS
 from parallm.model.gguf.writer import write_gguf
 from parallm.model.load import NANO, check_local, find_folder, load_base, load_shared_model
+from parallm.model.lora.single import LoraScaling, single_lora
 from parallm.model.quantized import choose_dtype
 from parallm.model.settings import LoraSettings, ModelSettings
 from parallm.model.shared_model import SharedModel
@@ -87,8 +89,26 @@ def test_packed_and_unpacked_weights_make_the_same_logits(tmp_path: Path, kind: 
     if kind == "Q6_K":
         base, _ = load_base(find_folder(str(path)), "")
         assert "scales" not in base.model.layers[0].mlp.up_proj
-    else:
-        assert mx.allclose(logits(load(path, quantized="packed")), expected, atol=1e-4)
+        return
+    found, unpacked = (load(path, quantized=how) for how in ("packed", "unpacked"))
+    assert mx.allclose(logits(found), expected, atol=1e-4)
+    assert found.sha256 == unpacked.sha256, "adapters of the one are those of the other"
+    assert gradient(found) == pytest.approx(gradient(unpacked), rel=1e-4)
+    assert gradient(found) != 0
+
+
+def gradient(model: SharedModel) -> float:
+    """How the loss changes with B of one adapted layer."""
+    target = "model.layers.0.mlp.up_proj"
+    inputs, outputs = model.targets[target]
+
+    def loss(b: mx.array) -> mx.array:
+        arrays = {f"{target}.lora_a": mx.full((inputs, 4), 0.01), f"{target}.lora_b": b}
+        lora = single_lora(arrays, LoraScaling({target: 2.0}, {}))
+        hidden_TH = model.hidden(mx.array(TOKENS), model.make_cache(), lora)[0]
+        return mx.logsumexp(model.head(hidden_TH), axis=-1).sum()
+
+    return float(mx.abs(mx.grad(loss)(mx.zeros((4, outputs)))).sum().item())
 
 
 def wide_llama(folder: Path, kind: GGMLQuantizationType) -> Path:
@@ -168,6 +188,44 @@ def dict_of(base: Any) -> set[str]:
     return {name for name, _ in tree_flatten(base.parameters())}
 
 
+def test_biases_of_a_llama_are_ordered_like_their_rows(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = changed_copy(tiny_model("llama"), {"attention_bias": True, "mlp_bias": True}, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    model_class, arguments = _get_classes(config)
+    base = model_class(arguments.from_dict(config))
+    keys = iter(mx.random.split(mx.random.key(0), 100))
+    base.update(tree_map(lambda array: mx.random.normal(array.shape, key=next(keys)) / 8, base.parameters()))
+    path = tmp_path / "x.gguf"
+    write_gguf(base, config, folder, path, name="x", is_q8_0=False)
+    found, _ = load_base(find_folder(str(path)), "")
+    assert mx.array_equal(found(mx.array(TOKENS)), base(mx.array(TOKENS)))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "reason"),
+    [
+        ("olmo2", {}, "a olmo2 is not written as GGUF; known are llama, qwen2"),
+        ("gemma2", {"query_pre_attn_scalar": 24}, "query_pre_attn_scalar=24 of config.json cannot be said in GGUF"),
+        ("llama", {"rope_scaling": ROPE | {"low_freq_factor": 2.0}}, "rope_scaling=.* is not written as GGUF"),
+        ("gemma2", {"max_position_embeddings": None}, "config.json lacks 'max_position_embeddings'"),
+    ],
+)
+def test_what_a_file_cannot_say_is_not_written(
+    model_type: str, changes: dict[str, Any], reason: str, tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    base, config = load_base(changed_copy(tiny_model(model_type), changes, tmp_path / "model"), "")
+    config = {key: value for key, value in config.items() if value is not None}
+    with pytest.raises(ModelError, match=reason):
+        write_gguf(base, config, tmp_path / "model", tmp_path / "x.gguf", name="x", is_q8_0=False)
+
+
+def test_numbers_beyond_float16_are_not_written_as_such(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    base, config = load_base(tiny_model("llama"), "")
+    base.update(tree_map(lambda array: (1e5 * array).astype(mx.float16), base.parameters()))
+    with pytest.raises(ModelError, match=r"has numbers beyond the range of float16; set model\.dtype=bfloat16"):
+        write_gguf(base, config, tiny_model("llama"), tmp_path / "x.gguf", name="x", is_q8_0=False)
+
+
 def changed_copy(folder: Path, changes: dict[str, Any], target: Path) -> Path:
     target.mkdir()
     for file in folder.iterdir():
@@ -228,6 +286,33 @@ def test_a_folder_of_the_file_lies_in_the_cache(write_llama: Write, tmp_path: Pa
     path.rename(tmp_path / "empty" / "y.gguf")
     with pytest.raises(ModelError, match=r"no config\.json; name one of its files, such as .*empty/y\.gguf"):
         check_local(str(tmp_path / "empty"))
+
+
+def test_a_file_without_the_name_of_one_is_known_by_its_content(write_llama: Write, tmp_path: Path) -> None:
+    blob = write_llama().rename(tmp_path / "sha256-0123")
+    assert mx.array_equal(logits(load(blob)), logits(load("nano")))
+
+
+def test_a_user_without_a_cache_has_a_folder_as_long_as_the_process(
+    write_llama: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/nowhere")
+    folder = find_folder(str(write_llama()))
+    assert folder.parent.name.startswith("parallm-gguf-")
+    assert (folder / WEIGHTS).is_file()
+
+
+def test_a_full_disk_says_where_else_to_write(write_llama: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_llama()
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(Path, "symlink_to", fail)
+        with pytest.raises(ModelError, match=r"No space left.*name another place with XDG_CACHE_HOME"):
+            find_folder(str(path))
+    assert find_folder(str(path)).is_dir()
 
 
 def test_a_model_that_makes_vectors_says_so(write_llama: Write) -> None:

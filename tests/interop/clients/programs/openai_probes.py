@@ -92,6 +92,7 @@ def main(url: str) -> int:
     import openai_probes_chat  # noqa: F401, PLC0415  the others register themselves
     import openai_probes_completions  # noqa: F401, PLC0415
     import openai_probes_embeddings  # noqa: F401, PLC0415
+    import openai_probes_jobs  # noqa: F401, PLC0415
     import openai_probes_responses  # noqa: F401, PLC0415
 
     passed = 0
