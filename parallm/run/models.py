@@ -35,6 +35,7 @@ from parallm.server.app import create_model_app, forget_applications
 from parallm.server.operation.auth import StoredKey
 from parallm.server.service import Service
 from parallm.tasks.encoder import Encoder
+from parallm.tasks.predictor import Predictor
 from parallm.types import BASE, POLICY
 
 BUDGET_SHARE = 0.5
@@ -72,10 +73,11 @@ async def open_pool(
     catalogue = await asyncio.to_thread(Catalogue, folder, settings.folders)
     limit = runtime.engine.stats().kv_bytes_limit
     budget = settings.memory_bytes or int(BUDGET_SHARE * max(0, free_memory() - limit))
-    own = find_folder(runtime.settings.model.path).resolve()
+    path = runtime.settings.model.path
+    own = tuple(folder.resolve() for folder in (runtime.base_folder, Path(path).expanduser()))  # a GGUF file has both
     call = partial(runtime.adapters.call, meaning=BASE)
     loader = ModelLoader(runtime, keys, int(KV_SHARE * budget))
-    pool = Pool(catalogue, settings, loader, budget, OwnModel(folder=own, user=user, call=call))
+    pool = Pool(catalogue, settings, loader, budget, OwnModel(folders=own, user=user, call=call))
     try:
         for name in await pool.scan():
             logger.info("registered %s", name)
@@ -140,6 +142,15 @@ class ModelLoader:
             unit_tokens=chunk_tokens(engine_settings),
             max_waiting=engine_settings.max_waiting,
         )
+        predictor = Predictor(
+            runtime.device,
+            runtime.streams,
+            model,
+            adapters,
+            encoder,
+            max_context=attached.max_context,
+            max_waiting=engine_settings.max_waiting,
+        )
         server, defaults = with_max_tokens(runtime.settings.server, sampling_defaults(runtime.settings.server, folder))
         service = Service(
             engine=engine,
@@ -153,6 +164,7 @@ class ModelLoader:
             keys=self._keys,
             traces=runtime.traces,
             encoder=encoder,
+            predictor=predictor,
         )
         app = await asyncio.to_thread(create_model_app, service)  # routes take 0.1 s to make
         await on_device(runtime.device, partial(engine.attach, attached))
