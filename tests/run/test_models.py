@@ -51,8 +51,8 @@ class Asker:
         return (await self._client.delete(path)).json()
 
     async def chat(self, model: str, status: int = 200, **fields: Any) -> Any:
-        fields = {"messages": QUESTION, "max_tokens": 8, "temperature": 0} | fields
-        return await self.post("/v1/chat/completions", status, model=model, **fields)
+        given: dict[str, Any] = {"messages": QUESTION, "max_tokens": 8, "temperature": 0} | fields
+        return await self.post("/v1/chat/completions", status, model=model, **given)
 
     async def text(self, model: str, **fields: Any) -> str:
         content: str = (await self.chat(model, **fields))["choices"][0]["message"]["content"]
