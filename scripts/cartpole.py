@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import gymnasium
-import httpx
 import numpy as np
 
+from parallm.client import Client
 from parallm.device.blas import load_blas
 from parallm.device.settings import DeviceSettings
 
@@ -53,27 +53,20 @@ class Server:
     """The two calls that a learner needs."""
 
     def __init__(self, url: str, name: str) -> None:
-        self._http = httpx.Client(base_url=url, timeout=60, trust_env=False)
+        self._client = Client(url)
         self._name = name
 
     def act(self, obs_NO: np.ndarray, **fields: object) -> dict[str, np.ndarray | int]:
         packed = base64.b64encode(obs_NO.astype("<f4").tobytes()).decode()
         observations = {"shape": list(obs_NO.shape), "datatype": "FP32", "b64": packed}
-        body = {"model": self._name, "observations": {"obs": observations}, "encoding": "b64"} | fields
-        answer = self._answer(self._http.post("/v1/rl/act", json=body))
+        answer = self._client.act(self._name, observations, encoding="b64", **fields)
         arrays = {name: as_array(value) for name, value in answer.items() if isinstance(value, dict) and "b64" in value}
         return {"version": answer["policy_version"], **arrays}
 
-    def publish(self, net: "Net") -> int:
+    def publish(self, net: "Net") -> str:
         file = io.BytesIO()
         mx.save_safetensors(file, dict(tree_flatten(net.parameters())), metadata={"config": json.dumps(CONFIG)})
-        return int(self._answer(self._http.put(f"/v1/rl/policies/{self._name}", content=file.getvalue()))["version"])
-
-    @staticmethod
-    def _answer(response: httpx.Response) -> dict:
-        if response.is_error:
-            raise SystemExit(response.text)
-        return response.json()
+        return self._client.publish_policy(self._name, file.getvalue())
 
 
 def as_array(tensor: dict) -> np.ndarray:
@@ -253,7 +246,7 @@ def main() -> None:
             report["updates"] += 1
             report["steps"] += int(rollout.is_real_TN.sum())
             if report["updates"] % 10 == 0:
-                print(f"version {version}: return {np.mean(recent):.0f} in the last episodes", flush=True)
+                print(f"{version}: return {np.mean(recent):.0f} in the last episodes", flush=True)
             if len(recent) == 64 and np.mean(recent) >= GOOD * 0.9 and evaluate(server) >= GOOD:
                 break
     finally:

@@ -44,8 +44,16 @@ def connect(address: str, *, seconds: float | None = None) -> Client:
     if address.startswith(UNIX) and not Path(address.removeprefix(UNIX)).is_socket():
         raise httpx.ConnectError("there is no socket")
     verify = None if address.startswith("https") else False
-    key = os.environ.get(KEY, "").strip() or None
+    key = os.environ.get(KEY, "").strip() or _owner_token(address)
     return Client(address, api_key=key, timeout=seconds, verify=verify)
+
+
+def _owner_token(address: str) -> str | None:
+    """Return the key beside a unix socket, which its owner can read where the server has keys."""
+    if not address.startswith(UNIX):
+        return None
+    path = Path(f"{address.removeprefix(UNIX)}.token")
+    return path.read_text().strip() if os.access(path, os.R_OK) else None
 
 
 @contextmanager

@@ -275,6 +275,22 @@ class Requests(Generic[Http]):
         return Call("POST", "/v1/rewards/score", _read_scores, fields)
 
     @method
+    def act(self, /, model: str, observations: Any, **fields: Any) -> Call[dict[str, Any]]:
+        """Act on rows of observations by a policy net, `agent` or `agent@3`.
+
+        `observations` are a nested list, a tensor (`{"shape", "datatype", "b64"}`) or tensors by name; `fields` are
+        those of `/v1/rl/act`: `hidden_states`, `episode_start`, `deterministic`, `seed`, `encoding`. Returns
+        the answer.
+        """
+        return Call("POST", "/v1/rl/act", dict, {"model": model, "observations": observations, **fields})
+
+    @method
+    def publish_policy(self, name: str, weights: bytes) -> Call[str]:
+        """Serve a safetensors file as the next version of a policy net; its metadata may have the text of a config.json
+        as `config`. Returns the version, such as `agent@4`."""
+        return Call("PUT", f"/v1/rl/policies/{_quoted(name)}", lambda answer: str(answer["id"]), content=weights)
+
+    @method
     def shares(self) -> Call[dict[str, float]]:
         """Return `serving_share`, `engine_share` and, if there is one, `serving_latency_target` of the device."""
         return Call("GET", "/v1/shares", dict)

@@ -17,6 +17,8 @@ MIN_SHARE = 1e-6  # a share of zero runs only when the others have no work
 IDLE_INTERVALS, MIN_IDLE_INTERVALS, SWITCHES = 64, 8, 8
 MAX_MIXED_INTERVALS = 15
 """An interval without other work follows after these: serving's own figure changes with its number of rows."""
+LOADING_SHARE = 1 / 3
+"""Share of what serving leaves that a load of a model takes: its units cost the next step what caches have lost."""
 
 Work = Literal["serving", "rollout", "encoding", "loading", "learning"]
 Name = TypeVar("Name", bound=str)
@@ -93,7 +95,8 @@ class Governor:
             if work == "serving":
                 self._traffic.charge("serving", seconds, self.serving_share)
             else:
-                self._traffic.charge("other", seconds, 1 - self.serving_share)
+                counted = seconds / LOADING_SHARE if work == "loading" else seconds
+                self._traffic.charge("other", counted, 1 - self.serving_share)
                 self._other.charge(work, seconds, 0.5)
         if self._is_by_target and work != "serving":
             self._beside.charge(work, seconds, 0.5)

@@ -18,18 +18,17 @@ from typing import Any, Literal
 from parallm.errors import InvalidRequest, NotStored, ParallmError, ProblemError, UnknownObject
 from parallm.jobs.files import FileStore
 from parallm.jobs.graders import EnvironmentGrader, read_grader
-from parallm.jobs.plan import Plan, TuningRequest, asked, method_of, tuned_name
+from parallm.jobs.job_rows import JobListener, JobRows
+from parallm.jobs.plan import TuningRequest, asked, method_of, tuned_name
 from parallm.jobs.records import (
     OPEN_JOBS,
-    CheckpointMetrics,
     FineTuningJob,
     JobCheckpoint,
     JobError,
     JobEvent,
-    JobStatus,
     new_id,
 )
-from parallm.jobs.store import JobStore, Page, Table
+from parallm.jobs.store import JobStore, Page
 from parallm.jobs.training_files import read_problems, write_demonstrations
 
 TRAIN, HELD_OUT = "train.jsonl", "held_out.jsonl"
@@ -38,19 +37,6 @@ COLUMNS = ("step", "train_loss", "train_mean_reward", "valid_loss", "valid_mean_
 DISK_SECONDS = 10.0
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SavedVersion:
-    """A checkpoint on disk."""
-
-    step: int
-    version: int
-
-    @property
-    def alias(self) -> str:
-        """Its name behind the model's and an @."""
-        return f"ckpt-step-{self.step}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +51,7 @@ class TuningOrder:
     """The run folder, which may hold checkpoints of this job; `TRAIN` and `HELD_OUT` are there."""
     training_file: Path | None
     validation_file: Path | None
-    listener: "JobListener"
+    listener: JobListener
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     """Set to end training after the present step, which is saved."""
 
@@ -96,10 +82,7 @@ class FineTuning:
         clock: Callable[[], float] = time.time,
     ) -> None:
         """`base` is the model's path, for names of models; `environments` are those that a grader may name."""
-        self._jobs = Table(store, "fine_tuning_jobs", FineTuningJob, "fine-tuning job")
-        self._events = Table(store, "job_events", JobEvent, "event")
-        self._checkpoints = Table(store, "job_checkpoints", JobCheckpoint, "checkpoint")
-        self._store = store
+        self._rows = JobRows(store, clock)
         self._files = files
         self._folder = folder
         self._base = base
@@ -113,7 +96,7 @@ class FineTuning:
 
     def reader_of(self, file_id: str) -> str | None:
         """Return the open job that reads this file."""
-        jobs = self._jobs.all(OPEN_JOBS)
+        jobs = self._rows.jobs.all(OPEN_JOBS)
         return next((job.id for job in jobs if file_id in (job.training_file, job.validation_file)), None)
 
     def create(self, request: TuningRequest, owner: str, visible_to: str | None) -> FineTuningJob:
@@ -130,38 +113,38 @@ class FineTuning:
             seed=request.seed,
             metadata=request.metadata,
         )
-        with self._store.changing():
-            self._jobs.add(job, owner=owner, group=job.status, request=request.model_dump_json())
-            self._tell(job.id, "created", f"Created fine-tuning job: {job.id}")
+        with self._rows.changing():
+            self._rows.jobs.add(job, owner=owner, group=job.status, request=request.model_dump_json())
+            self._rows.tell(job.id, "created", f"Created fine-tuning job: {job.id}")
         self._changed.set()
         return job
 
     def get(self, name: str, owner: str | None) -> FineTuningJob:
         """Raises UnknownObject."""
-        return self._jobs.get(name, owner)
+        return self._rows.jobs.get(name, owner)
 
     def page(self, *, owner: str | None, after: str | None, limit: int) -> Page[FineTuningJob]:
         """Raises UnknownObject."""
-        return self._jobs.page(owner=owner, after=after, limit=limit)
+        return self._rows.jobs.page(owner=owner, after=after, limit=limit)
 
     def events(self, name: str, owner: str | None, *, after: str | None, limit: int) -> Page[JobEvent]:
         """Raises UnknownObject."""
-        self._jobs.get(name, owner)
-        return self._events.page(groups=(name,), after=after, limit=limit)
+        self._rows.jobs.get(name, owner)
+        return self._rows.events.page(groups=(name,), after=after, limit=limit)
 
     def checkpoints(self, name: str, owner: str | None, *, after: str | None, limit: int) -> Page[JobCheckpoint]:
         """Raises UnknownObject."""
-        self._jobs.get(name, owner)
-        return self._checkpoints.page(groups=(name,), after=after, limit=limit)
+        self._rows.jobs.get(name, owner)
+        return self._rows.checkpoints.page(groups=(name,), after=after, limit=limit)
 
     def cancel(self, name: str, owner: str | None) -> FineTuningJob:
         """End a job for good; its checkpoints are forgotten. Raises UnknownObject, InvalidRequest."""
         job = self._open(name, owner, "cancel")
-        with self._store.changing():
-            job = self._put(job, "cancelled", finished_at=int(self._clock()), estimated_finish=None)
-            self._tell(job.id, "cancelled", "The job was cancelled")
-            for checkpoint in self._checkpoints.all((job.id,)):
-                self._checkpoints.delete(checkpoint.id)
+        with self._rows.changing():
+            job = self._rows.put(job, "cancelled", finished_at=int(self._clock()), estimated_finish=None)
+            self._rows.tell(job.id, "cancelled", "The job was cancelled")
+            for checkpoint in self._rows.checkpoints.all((job.id,)):
+                self._rows.checkpoints.delete(checkpoint.id)
         if not self._stop(job.id):
             self.unload(self.model_name(job))
         return job
@@ -171,8 +154,8 @@ class FineTuning:
         job = self._open(name, owner, "pause")
         if job.status == "paused":
             raise InvalidRequest(f"{job.id} is paused already", "fine_tuning_job_id")
-        job = self._put(job, "paused", estimated_finish=None)
-        self._tell(job.id, new_id("paused-"), "The job was paused")
+        job = self._rows.put(job, "paused", estimated_finish=None)
+        self._rows.tell(job.id, new_id("paused-"), "The job was paused")
         self._stop(job.id)
         return job
 
@@ -182,26 +165,26 @@ class FineTuning:
         if job.status != "paused":
             raise InvalidRequest(f"{job.id} is {job.status}, not paused", "fine_tuning_job_id")
         # its files are checked again, since it may have been paused before they were
-        job = self._put(job, "validating_files")
-        self._tell(job.id, new_id("resumed-"), "The job was resumed")
+        job = self._rows.put(job, "validating_files")
+        self._rows.tell(job.id, new_id("resumed-"), "The job was resumed")
         self._changed.set()
         return job
 
     async def forget(self, name: str) -> None:
         """Delete the checkpoints of the job that has made this model, if one has, so that no restart serves it."""
-        for job in self._jobs.all(("succeeded",)):
+        for job in self._rows.jobs.all(("succeeded",)):
             if job.fine_tuned_model == name:
-                for checkpoint in self._checkpoints.all((job.id,)):
-                    self._checkpoints.delete(checkpoint.id)
+                for checkpoint in self._rows.checkpoints.all((job.id,)):
+                    self._rows.checkpoints.delete(checkpoint.id)
                 await asyncio.to_thread(shutil.rmtree, self.folder(job.id), ignore_errors=True)
 
     def succeeded(self) -> list[tuple[str, Path]]:
         """Return name and run folder of each model that a job has made."""
-        jobs = self._jobs.all(("succeeded",))
+        jobs = self._rows.jobs.all(("succeeded",))
         return [(job.fine_tuned_model, self.folder(job.id)) for job in jobs if job.fine_tuned_model is not None]
 
     def model_name(self, job: FineTuningJob) -> str:
-        return tuned_name(self._base, self._request(job).suffix, job.id)
+        return tuned_name(self._base, self._rows.request(job).suffix, job.id)
 
     def folder(self, job_id: str) -> Path:
         return self._folder / job_id
@@ -211,12 +194,12 @@ class FineTuning:
         while not self._is_closing:
             self._changed.clear()
             try:
-                for job in self._jobs.all(("validating_files",)):
+                for job in self._rows.jobs.all(("validating_files",)):
                     await self._validate(job)
-                waiting = [*self._jobs.all(("running",)), *self._jobs.all(("queued",))]
+                waiting = [*self._rows.jobs.all(("running",)), *self._rows.jobs.all(("queued",))]
                 if waiting:
                     await self._train(waiting[0], train)
-                elif not self._jobs.all(("validating_files",)):
+                elif not self._rows.jobs.all(("validating_files",)):
                     await self._changed.wait()
             except NotStored as error:
                 logger.error("jobs wait, since the disk does not take what they report: %s", error)
@@ -232,9 +215,9 @@ class FineTuning:
                 await asyncio.sleep(0.02)
 
     async def _validate(self, job: FineTuningJob) -> None:
-        request, folder = self._request(job), self.folder(job.id)
+        request, folder = self._rows.request(job), self.folder(job.id)
         if job.training_file:
-            self._tell(job.id, "validating", f"Validating training file: {job.training_file}")
+            self._rows.tell(job.id, "validating", f"Validating training file: {job.training_file}")
         for name, file_id in (("training_file", job.training_file), ("validation_file", job.validation_file)):
             if not file_id:
                 continue
@@ -243,30 +226,30 @@ class FineTuning:
                 target = folder / (TRAIN if name == "training_file" else HELD_OUT)
                 await asyncio.to_thread(_check_file, request, path, target)
             except ParallmError as error:
-                if self._jobs.get(job.id).status == "validating_files":
-                    self._fail(self._jobs.get(job.id), f"invalid_{name}", f"{file_id}: {error}", name)
+                if self._rows.jobs.get(job.id).status == "validating_files":
+                    self._fail(self._rows.jobs.get(job.id), f"invalid_{name}", f"{file_id}: {error}", name)
                 return
-        if self._jobs.get(job.id).status == "validating_files":
-            with self._store.changing():
-                self._put(self._jobs.get(job.id), "queued")
-                self._tell(job.id, "queued", "Files validated, moving job to queued state")
+        if self._rows.jobs.get(job.id).status == "validating_files":
+            with self._rows.changing():
+                self._rows.put(self._rows.jobs.get(job.id), "queued")
+                self._rows.tell(job.id, "queued", "Files validated, moving job to queued state")
 
     async def _train(self, job: FineTuningJob, train: Train) -> None:
         try:
             order = TuningOrder(
                 job_id=job.id,
                 name=self.model_name(job),
-                request=self._request(job),
+                request=self._rows.request(job),
                 folder=self.folder(job.id),
                 training_file=self._path(job.training_file),
                 validation_file=self._path(job.validation_file),
-                listener=JobListener(self, job.id, self.model_name(job)),
+                listener=JobListener(self._rows, job.id, self.model_name(job)),
             )
         except UnknownObject as missing:
             self._fail(job, "invalid_training_file", f"its file is gone: {missing}", "training_file")
             return
-        self._put(job, "running")
-        self._tell(job.id, "started", "Fine-tuning job started")
+        self._rows.put(job, "running")
+        self._rows.tell(job.id, "started", "Fine-tuning job started")
         self._running = order
         training = asyncio.create_task(train(order))
         try:
@@ -284,11 +267,11 @@ class FineTuning:
             logger.error("job %s has failed", job.id, exc_info=error)
             message = f"the server failed to train, its log has the cause: {type(error).__name__}"
             self._end_with(job.id, "server_error", message)
-        if self._jobs.get(job.id).status in ("cancelled", "failed"):
+        if self._rows.jobs.get(job.id).status in ("cancelled", "failed"):
             self.unload(order.name)
 
     async def _finish(self, job_id: str, order: TuningOrder, result: TuningResult) -> None:
-        if result.was_stopped or self._jobs.get(job_id).status != "running":
+        if result.was_stopped or self._rows.jobs.get(job_id).status != "running":
             return  # cancelled, paused, or to be gone on with by the next process
         file_id = f"file-{job_id.partition('-')[2]}"
         results = order.folder / "step_metrics.csv"
@@ -299,12 +282,12 @@ class FineTuning:
             file_id,
             name=f"{job_id}_step_metrics.csv",
             purpose="fine-tune-results",
-            owner=self._jobs.owner(job_id),
+            owner=self._rows.jobs.owner(job_id),
             expires_after=None,
         )
-        with self._store.changing():  # the end of a job is one change
-            self._put(
-                self._jobs.get(job_id),
+        with self._rows.changing():  # the end of a job is one change
+            self._rows.put(
+                self._rows.jobs.get(job_id),
                 "succeeded",
                 fine_tuned_model=order.name,
                 finished_at=int(self._clock()),
@@ -312,19 +295,19 @@ class FineTuning:
                 trained_tokens=result.trained_tokens,
                 result_files=[file_id],
             )
-            self._tell(job_id, "model", f"New fine-tuned model created: {order.name}")
-            self._tell(job_id, "succeeded", "The job has successfully completed")
+            self._rows.tell(job_id, "model", f"New fine-tuned model created: {order.name}")
+            self._rows.tell(job_id, "succeeded", "The job has successfully completed")
 
     def _end_with(self, job_id: str, code: str, message: str) -> None:
-        job = self._jobs.get(job_id)
+        job = self._rows.jobs.get(job_id)
         if job.status == "running":
             self._fail(job, code, message, None)
 
     def _fail(self, job: FineTuningJob, code: str, message: str, param: str | None) -> None:
         error = JobError(code=code, message=message, param=param)
-        with self._store.changing():
-            self._put(job, "failed", error=error, finished_at=int(self._clock()), estimated_finish=None)
-            self._tell(job.id, "failed", f"The job failed: {message}", level="error")
+        with self._rows.changing():
+            self._rows.put(job, "failed", error=error, finished_at=int(self._clock()), estimated_finish=None)
+            self._rows.tell(job.id, "failed", f"The job failed: {message}", level="error")
 
     def _check(self, request: TuningRequest, visible_to: str | None) -> None:
         grader = None if request.grader is None else read_grader(request.grader)
@@ -349,7 +332,7 @@ class FineTuning:
                     raise InvalidRequest(f"{file.id} has the purpose {file.purpose}; upload it with fine-tune", name)
 
     def _open(self, name: str, owner: str | None, act: Literal["cancel", "pause", "resume"]) -> FineTuningJob:
-        job = self._jobs.get(name, owner)
+        job = self._rows.jobs.get(name, owner)
         if job.status not in OPEN_JOBS:
             raise InvalidRequest(f"{job.id} is {job.status}, so there is nothing to {act}", "fine_tuning_job_id")
         return job
@@ -362,116 +345,8 @@ class FineTuning:
         self._running.stop.set()
         return True
 
-    def _request(self, job: FineTuningJob) -> TuningRequest:
-        return TuningRequest.model_validate_json(self._jobs.request(job.id))
-
     def _path(self, file_id: str | None) -> Path | None:
         return self._files.path(self._files.get(file_id)) if file_id else None
-
-    def _put(self, job: FineTuningJob, status: JobStatus, **fields: Any) -> FineTuningJob:
-        changed = job.model_copy(update={"status": status, **fields})
-        self._jobs.put(changed, group=status)
-        return changed
-
-    def _tell(
-        self,
-        job_id: str,
-        key: str,
-        message: str,
-        *,
-        level: Literal["info", "warn", "error"] = "info",
-        data: dict[str, Any] | None = None,
-    ) -> None:
-        """Add an event; a second one with this key replaces what the first says."""
-        event = JobEvent(
-            id=f"ftevent-{job_id.partition('-')[2]}-{key}",
-            created_at=int(self._clock()),
-            level=level,
-            message=message,
-            type="message" if data is None else "metrics",
-            data=data,
-        )
-        with self._store.changing():
-            self._events.add(event, owner="", group=job_id)
-            self._events.put(event, group=job_id)
-
-
-class JobListener:
-    """Notes what a running job reports. Used on the event loop."""
-
-    def __init__(self, jobs: FineTuning, job_id: str, name: str) -> None:
-        self._own = jobs
-        self._job_id = job_id
-        self._name = name
-        self._plan: Plan | None = None
-        self._began: tuple[float, int] | None = None
-        """Time and number of the first step of this process."""
-        self._metrics: dict[int, dict[str, Any]] = {}
-
-    def planned(self, plan: Plan) -> None:
-        """Note the numbers of the job."""
-        self._plan = plan
-        job = self._job()
-        method = method_of(self._own._request(job), plan.hyperparameters)
-        self._put(job, hyperparameters=plan.hyperparameters, method=method)
-
-    def resumed(self, step: int) -> None:
-        self._own._tell(self._job_id, new_id("goes-on-"), f"The job goes on after step {step}")
-
-    def stepped(self, row: Mapping[str, Any]) -> None:
-        """Note a finished step; `row` has names of `COLUMNS`."""
-        step, now = int(row["step"]), self._own._clock()
-        self._began = self._began or (now, step)
-        self._metrics[step] = {**self._metrics.get(step, {}), **row}
-        total = 0 if self._plan is None else self._plan.steps
-        shown = ", ".join(f"{name.replace('_', ' ')}={value:.4g}" for name, value in _numbers(row).items())
-        self._own._tell(self._job_id, f"step-{step}", f"Step {step}/{total}: {shown}", data=dict(row))
-        began, first = self._began
-        if step > first and total:
-            finish = int(now + (now - began) / (step - first) * (total - step))
-            self._put(self._job(), estimated_finish=finish)
-
-    def evaluated(self, row: Mapping[str, Any]) -> None:
-        """Note an evaluation after the step of `row`."""
-        step = int(row["step"])
-        self._metrics[step] = {**self._metrics.get(step, {}), **row}
-        shown = ", ".join(f"{name.replace('_', ' ')}={value:.4g}" for name, value in _numbers(row).items())
-        message = f"Evaluation after step {step}: {shown}"
-        self._own._tell(self._job_id, f"evaluation-{step}", message, data=dict(row))
-
-    def saved(self, kept: list[SavedVersion]) -> None:
-        """Note the checkpoints that are on disk, the newest last."""
-        with self._own._store.changing():
-            names = {self._checkpoint_id(saved.step) for saved in kept}
-            for checkpoint in self._own._checkpoints.all((self._job_id,)):
-                if checkpoint.id not in names:
-                    self._own._checkpoints.delete(checkpoint.id)
-            if self._job().status == "cancelled":
-                return
-            for saved in kept:
-                metrics = _numbers(self._metrics.get(saved.step, {}))
-                checkpoint = JobCheckpoint(
-                    id=self._checkpoint_id(saved.step),
-                    created_at=int(self._own._clock()),
-                    fine_tuned_model_checkpoint=f"{self._name}@{saved.alias}",
-                    fine_tuning_job_id=self._job_id,
-                    step_number=saved.step,
-                    metrics=CheckpointMetrics.model_validate({"step": saved.step, **metrics}),
-                )
-                self._own._checkpoints.add(checkpoint, owner="", group=self._job_id)
-            if kept:
-                step = kept[-1].step
-                self._own._tell(self._job_id, f"saved-{step}", f"Checkpoint created at step {step}")
-
-    def _checkpoint_id(self, step: int) -> str:
-        return f"ftckpt-{self._job_id.partition('-')[2]}-{step}"
-
-    def _job(self) -> FineTuningJob:
-        return self._own._jobs.get(self._job_id)
-
-    def _put(self, job: FineTuningJob, **fields: Any) -> None:
-        if job.status == "running":
-            self._own._put(job, "running", **fields)
 
 
 def new_seed() -> int:
@@ -489,10 +364,6 @@ def _check_file(request: TuningRequest, path: Path, target: Path) -> None:
             read_problems(path, read_grader(request.grader), "train")
     except (OSError, UnicodeDecodeError) as error:
         raise ProblemError(f"it cannot be read: {error}") from error
-
-
-def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
-    return {name: value for name, value in row.items() if name != "step" and isinstance(value, int | float)}
 
 
 def _csv(rows: list[Mapping[str, Any]]) -> str:

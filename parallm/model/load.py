@@ -54,6 +54,8 @@ logger = logging.getLogger(__name__)
 NANO = Path(__file__).parent / "nano"
 UNIT_BYTES = 8 * 2**20
 """Weights that are read in one unit of work: some milliseconds of a CPU."""
+FIRST_TOKENS = [[0, 1, 2, 3]]
+"""One row for the first forwards of a model."""
 FINGERPRINT_VALUES = 16  # of each array
 MAX_REASON = 500  # characters of an error of the libraries, which may list every tensor
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length", "max_sequence_length")
@@ -179,7 +181,13 @@ def share_units(
     )
     yield None
     try:
-        yield _with_joined(model if model.is_encoder else _checked_split(model, model_type))
+        if not model.is_encoder:
+            whole_TV = model.base(mx.array(FIRST_TOKENS), cache=model.make_cache())[0, ...]
+            mx.eval(whole_TV)
+            yield None
+            model = _checked_split(model, whole_TV, model_type)
+            yield None
+        yield _with_joined(model)
     except (RuntimeError, ValueError) as error:  # MLX reports operations that a device lacks through these
         raise ModelError(
             f"model.path={settings.path}: {model_type} cannot compute a first token here: {_reason(error)}"
@@ -381,17 +389,18 @@ def _freeze(base: nn.Module, path: str, model_type: str) -> None:
 def _with_joined(model: SharedModel) -> SharedModel:
     """`model` with the groups of targets that a forward calls with one input; nothing is computed to find them."""
     recorder = InputRecorder()
-    model.hidden(mx.array([[0, 1, 2, 3]]), model.make_cache(), recorder)
+    model.hidden(mx.array(FIRST_TOKENS), model.make_cache(), recorder)
     joined = recorder.groups()
     return replace(model, joined=joined, groups=merge_linears(model.base, joined) if has_kernels() else ())
 
 
-def _checked_split(model: SharedModel, model_type: str) -> SharedModel:
-    """`model`, or the same without its split where trunk + head is not the whole forward to the bit."""
-    tokens_1T = mx.array([[0, 1, 2, 3]])
-    whole_TV = model.base(tokens_1T, cache=model.make_cache())[0, ...]
+def _checked_split(model: SharedModel, whole_TV: mx.array, model_type: str) -> SharedModel:
+    """`model`, or the same without its split where trunk + head is not the whole forward to the bit.
+
+    `whole_TV`: the logits of `FIRST_TOKENS`.
+    """
     try:
-        split_TV = model.head(model.hidden(tokens_1T, model.make_cache(), None)[0, ...])
+        split_TV = model.head(model.hidden(mx.array(FIRST_TOKENS), model.make_cache(), None)[0, ...])
         if model.trunk_owner is not None and mx.array_equal(whole_TV, split_TV, equal_nan=True):
             return model
     except (TypeError, ValueError, AttributeError, IndexError) as error:

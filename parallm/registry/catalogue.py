@@ -242,7 +242,7 @@ class Catalogue:
 
     def _check_place(self, path: Path) -> None:
         """Raise ModelError for a folder that is in none of `folders`: clients register no others."""
-        roots = [Path(folder).expanduser().resolve() for folder in (*self._folders, str(self.folder / OWN_MODELS))]
+        roots = [Path(folder).expanduser().resolve() for folder in (*self._folders, str(self.folder))]
         if not any(path.resolve().is_relative_to(root) for root in roots):
             raise ModelError(f"{path} is in none of registry.folders; add its folder there, or move it into one")
 

@@ -1,4 +1,6 @@
-"""Model folders on this disk, as their small files and the headers of their tensors describe them. Loads no MLX.
+"""Models on this disk, as their small files and the headers of their tensors describe them. Loads no MLX.
+
+A model is a folder as the Hugging Face hub has it, or a GGUF file.
 
 `find_models` looks in configured folders and in the Hugging Face cache, and changes neither.
 """
@@ -7,7 +9,6 @@ import hashlib
 import json
 import logging
 import math
-import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from parallm.errors import ModelError
 from parallm.model.gguf.facts import read_facts
 from parallm.model.gguf.file import is_gguf
 from parallm.model.task_spec import ENCODERS, read_task_spec, writes_text
-from parallm.registry.records import SEGMENT, Model
+from parallm.registry.records import MAX_SEGMENT, SEGMENT, Model
 
 CONFIG = "config.json"
 MAX_DEPTH = 3
@@ -36,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A model folder and the name that it suggests."""
+    """A model and the name that it suggests."""
 
     source: str
     folder: Path
@@ -50,12 +51,19 @@ def find_models(folders: tuple[str, ...]) -> Iterator[Found]:
         yield from (Found(str(path), path, _name_of(root, path)) for path in _below(root, MAX_DEPTH))
     for repository in sorted(Path(HF_HUB_CACHE).glob("models--*")):
         reference = repository / "refs" / "main"
-        if reference.is_file() and is_model(path := repository / "snapshots" / reference.read_text().strip()):
-            identity = repository.name.removeprefix("models--").replace("--", "/")
-            yield Found(identity, path, identity)
+        if not reference.is_file():
+            continue
+        identity = repository.name.removeprefix("models--").replace("--", "/")
+        snapshot = repository / "snapshots" / reference.read_text().strip()
+        if is_model(snapshot):
+            yield Found(identity, snapshot, identity)
+        for path in sorted(snapshot.glob("*.gguf")):
+            yield Found(f"{identity}/{path.name}", path, f"{identity}:{_segment(path.stem)}")
 
 
 def is_model(path: Path) -> bool:
+    if is_gguf(path):
+        return path.is_file()
     return (path / CONFIG).is_file() and any(path.glob("model*.safetensors"))
 
 
@@ -64,12 +72,15 @@ def digest_of(folder: Path) -> str:
     digest = hashlib.sha256()
     for name, size, changed in sorted(_files(folder)):
         digest.update(f"{name} {size} {changed}\n".encode())
-    digest.update((folder / CONFIG).read_bytes())
+    if not is_gguf(folder):
+        digest.update((folder / CONFIG).read_bytes())
     return digest.hexdigest()
 
 
 def describe(source: str, folder: Path, digest: str) -> Model:
     """Read what a model is. The number is 0. Raises ModelError for files that cannot be read."""
+    if is_gguf(folder):
+        return describe_gguf(source, folder)
     try:
         config = json.loads((folder / CONFIG).read_text())
         tensors = tensor_headers(folder)
@@ -100,7 +111,6 @@ def describe_gguf(source: str, path: Path) -> Model:
     """Read what a GGUF file is, from its header. The number is 0. Raises ModelError for one that cannot be loaded."""
     facts, found = read_facts(path), path.stat()
     capabilities = [] if facts.architecture in ENCODERS else ["completion", *_abilities(facts.chat_template or "")]
-    digest = hashlib.sha256(f"{path.name} {found.st_size} {found.st_mtime_ns}\n".encode())
     return Model(
         id=0,
         source=source,
@@ -113,7 +123,7 @@ def describe_gguf(source: str, path: Path) -> Model:
         hidden=facts.hidden,
         vocabulary=facts.vocabulary,
         num_bytes=found.st_size,
-        digest=digest.hexdigest(),
+        digest=digest_of(path),
         capabilities=(*capabilities, *(["embedding"] if facts.pooling else [])),
         license=facts.license,
         modified_at=found.st_mtime,
@@ -125,27 +135,34 @@ def _below(folder: Path, depth: int) -> Iterator[Path]:
         yield folder
         return
     try:
-        children = sorted(child for child in folder.iterdir() if child.is_dir() and not child.name.startswith("."))
+        children = sorted(child for child in folder.iterdir() if not child.name.startswith("."))
     except OSError as error:
         logger.warning("models are not looked for in %s: %s", folder, error)
         return
+    yield from (child for child in children if is_gguf(child) and child.is_file())
     for child in children if depth else ():
-        yield from _below(child, depth - 1)
+        if child.is_dir():
+            yield from _below(child, depth - 1)
 
 
 def _name_of(root: Path, path: Path) -> str:
     """The name of a model below a configured folder, with - for what names do not have."""
-    parts = path.relative_to(root).parts or (root.name,)
-    names = [re.sub(r"[^A-Za-z0-9._-]", "-", part)[:96] for part in parts[-MAX_DEPTH:]]
-    return "/".join(name if re.fullmatch(SEGMENT, name) else f"model{name}"[:96] for name in names)
+    relative = path.relative_to(root)
+    parts = (relative.with_suffix("") if is_gguf(path) else relative).parts or (root.name,)
+    return "/".join(map(_segment, parts[-MAX_DEPTH:]))
+
+
+def _segment(text: str) -> str:
+    name = re.sub(r"[^A-Za-z0-9._-]", "-", text)[:MAX_SEGMENT]
+    return name if re.fullmatch(SEGMENT, name) else f"model{name}"[:MAX_SEGMENT]
 
 
 def _files(folder: Path) -> Iterator[tuple[str, int, int]]:
     """Names, sizes and times in nanoseconds of a model's files; those of the hub cache are links."""
-    for entry in os.scandir(folder):
-        if entry.is_file():
-            found = entry.stat()
-            yield entry.name, found.st_size, found.st_mtime_ns
+    for path in (folder,) if is_gguf(folder) else folder.iterdir():
+        if path.is_file():
+            found = path.stat()
+            yield path.name, found.st_size, found.st_mtime_ns
 
 
 def tensor_headers(folder: Path) -> dict[str, Mapping[str, Any]]:

@@ -76,7 +76,8 @@ class Loader(Protocol):
 class OwnModel:
     """The process's own model, which is always in memory."""
 
-    folder: Path
+    folders: tuple[Path, ...]
+    """Folders or files that it is read from, resolved."""
     user: str
     """What keeps it there, such as `run NAME, which trains on it`."""
     call: Callable[[str], None]
@@ -210,7 +211,7 @@ class Pool:
 
     def _is_own(self, named: Named) -> bool:
         has_adapter = named.overlay is not None and named.overlay.adapter is not None
-        return not has_adapter and Path(named.model.folder).resolve() == self._own.folder
+        return not has_adapter and Path(named.model.folder).resolve() in self._own.folders
 
     async def _lease(self, named: Named, keep_alive: float | None, *, is_pinned: bool | None) -> Lease:
         if self._is_own(named):

@@ -9,7 +9,8 @@ from parallm.errors import InvalidRequest
 from parallm.model.adapters.names import catalogue_key
 
 LATEST_TAG = "latest"
-SEGMENT = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,95}"
+MAX_SEGMENT = 96
+SEGMENT = rf"[A-Za-z0-9_][A-Za-z0-9._-]{{0,{MAX_SEGMENT - 1}}}"
 NAME = re.compile(rf"((?:{SEGMENT}/){{0,2}}{SEGMENT})(?::({SEGMENT}))?")
 
 

@@ -72,10 +72,11 @@ async def open_pool(
     catalogue = await asyncio.to_thread(Catalogue, folder, settings.folders)
     limit = runtime.engine.stats().kv_bytes_limit
     budget = settings.memory_bytes or int(BUDGET_SHARE * max(0, free_memory() - limit))
-    own = find_folder(runtime.settings.model.path).resolve()
+    path = runtime.settings.model.path
+    own = tuple(folder.resolve() for folder in (runtime.base_folder, Path(path).expanduser()))  # a GGUF file has both
     call = partial(runtime.adapters.call, meaning=BASE)
     loader = ModelLoader(runtime, keys, int(KV_SHARE * budget))
-    pool = Pool(catalogue, settings, loader, budget, OwnModel(folder=own, user=user, call=call))
+    pool = Pool(catalogue, settings, loader, budget, OwnModel(folders=own, user=user, call=call))
     try:
         for name in await pool.scan():
             logger.info("registered %s", name)

@@ -203,6 +203,7 @@ async def open_runtime(
             )
         streams = await on_device(device, lambda: DeviceStreams(partial(set_blas_threads, blas)))
         adapters = AdapterTable(policies=settings.policies)
+        adapters.elsewhere = actor.elsewhere
         start = await _starting_adapter(settings, device, model, adapters)
         encoder = Encoder(
             device,

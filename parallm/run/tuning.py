@@ -26,8 +26,9 @@ from parallm.distributed.parts import Single
 from parallm.environment.environment import AnyEnvironment, connect
 from parallm.environment.settings import ArithmeticSettings
 from parallm.errors import AdapterError, ConfigError, ModelError, UnknownModel
-from parallm.jobs.fine_tuning import HELD_OUT, TRAIN, JobListener, SavedVersion, TuningOrder, TuningResult
+from parallm.jobs.fine_tuning import HELD_OUT, TRAIN, TuningOrder, TuningResult
 from parallm.jobs.graders import EnvironmentGrader, read_grader
+from parallm.jobs.job_rows import JobListener, SavedVersion
 from parallm.jobs.plan import Plan, TuningRequest, Usual, make_plan
 from parallm.jobs.settings import JobSettings
 from parallm.jobs.training_files import GradedProblems, read_problems

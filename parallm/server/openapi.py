@@ -176,7 +176,7 @@ PURPOSE = {
     "name": "purpose",
     "in": "query",
     "description": "Purpose of the files to show.",
-    "schema": {"type": "string", "enum": ["fine-tune", "batch", "batch_output"]},
+    "schema": {"type": "string", "enum": ["fine-tune", "batch", "batch_output", "fine-tune-results"]},
 }
 ORDER = {
     "name": "order",

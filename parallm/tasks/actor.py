@@ -164,6 +164,11 @@ class Actor:
         """Return the card of `agent`, its newest version, or `agent@3`. Raises UnknownModel."""
         return self._card(self._find(model))
 
+    def elsewhere(self, model: str) -> str | None:
+        """Return where to ask a policy net that a route of language models was asked for; None for other names."""
+        name = model.partition("@")[0]
+        return f"{name} is a policy net; ask /v1/rl/act or /v1/predict" if name in self._versions else None
+
     def signature(self, model: str) -> Signature:
         """Return the inputs and outputs of a version. Raises UnknownModel."""
         return self._find(model).net.signature
@@ -243,7 +248,9 @@ class Actor:
         versions = self._versions.get(name, {})
         if not versions:
             names = ", ".join(self._versions) or "none; PUT one to /v1/rl/policies/NAME, or set tasks.policies.NAME"
-            raise UnknownModel(f"no policy net {name[:100]!r}; there are {names}")
+            raise UnknownModel(
+                f"no policy net {name[:100]!r}; there are {names}. Language models answer at /v1/chat/completions"
+            )
         if not at or ending == LATEST:
             return versions[max(versions)]
         number = int(ending) if is_number(ending) and len(ending) < 10 else -1

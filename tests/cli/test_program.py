@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from parallm.cli.connection import address_of
+from parallm.cli.connection import address_of, connect, get
 from parallm.cli.models import size_text
 from parallm.cli.program import COMMANDS, PROGRAMS, make_parser, run
 from tests.cli.conftest import Answering
@@ -159,6 +160,22 @@ def test_the_status_tells_a_server_from_none_and_from_something_else(call: Any, 
 )
 def test_an_address_may_be_short(given: str | None, address: str) -> None:
     assert address_of(given) == address
+
+
+def test_the_owner_of_a_socket_sends_the_key_that_lies_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "server"
+    with socket.socket(socket.AF_UNIX) as one:
+        one.bind(str(path))
+        with connect(f"unix:{path}") as client:
+            assert client._request(get("/"))["headers"] == {}
+        Path(f"{path}.token").write_text("of the owner")
+        with connect(f"unix:{path}") as client:
+            assert client._request(get("/"))["headers"] == {"Authorization": "Bearer of the owner"}
+        monkeypatch.setenv("PARALLM_API_KEY", "given")
+        with connect(f"unix:{path}") as client:
+            assert client._request(get("/"))["headers"] == {"Authorization": "Bearer given"}
 
 
 def test_sizes_have_three_digits() -> None:

@@ -29,7 +29,7 @@ def shares(governor: Governor, ready: Collection[Work], units: int = 10_000) -> 
         (["serving", "encoding"], {"serving": 0.7, "encoding": 0.3}),
         (["serving", "rollout", "encoding"], {"serving": 0.7, "rollout": 0.15, "encoding": 0.15}),
         (["encoding", "learning"], {"encoding": 0.4, "learning": 0.6}),
-        (["serving", "loading"], {"serving": 0.7, "loading": 0.3}),
+        (["serving", "loading"], {"serving": 0.875, "loading": 0.125}),
         (["loading", "learning"], {"loading": 0.4, "learning": 0.6}),
         (
             ["serving", "rollout", "encoding", "learning"],

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -208,24 +209,30 @@ async def test_a_thousand_models_are_listed_in_50_ms(
     assert min(seconds) < 0.05
 
 
-def killed(folder: Path, *options: str) -> dict[str, object]:
+def killed(folder: Path, *options: str) -> dict[str, Any]:
     program = Path(__file__).with_name("killed_catalogue.py")
     root = str(Path(__file__).parents[2])
     words = [sys.executable, str(program), str(folder), *options]
     done = subprocess.run(words, env=os.environ | {"PYTHONPATH": root}, capture_output=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr.decode()[-2000:]
-    found: dict[str, object] = json.loads(done.stdout)
+    found: dict[str, Any] = json.loads(done.stdout)
     return found
 
 
-def test_kills_at_fifty_points_leave_the_state_before_or_after_a_change(tmp_path: Path) -> None:
+def test_kills_at_fifty_points_leave_the_state_before_or_after_a_change(
+    tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
     outcome = killed(tmp_path)
+    record_property("models.catalogue_kills", outcome["kills"])
+    record_property("models.catalogue_broken", len(outcome["wrong"]))
     assert (outcome["kills"], outcome["wrong"]) == (50, [])
-    assert int(str(outcome["changes"])) > 50
+    assert outcome["changes"] > 50
 
 
-def test_a_change_that_is_lost_is_found(tmp_path: Path) -> None:
-    assert killed(tmp_path, "--forget")["wrong"]
+def test_a_change_that_is_lost_is_found(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
+    wrong = killed(tmp_path, "--forget")["wrong"]
+    record_property("models.control_broken", len(wrong))
+    assert wrong
 
 
 def test_the_registry_loads_no_mlx() -> None:

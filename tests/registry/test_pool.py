@@ -81,9 +81,8 @@ async def opened(
             write_folder(folder / "models" / name)
     catalogue = Catalogue(folder / "registry", (str(folder / "models"),))
     settings = settings or RegistrySettings(enabled=True, wait_seconds=5.0)
-    owner = OwnModel(
-        folder=(own or folder / "none").resolve(), user="run r, which trains on it", call=lambda name: None
-    )
+    folders = () if own is None else (own.resolve(),)
+    owner = OwnModel(folders=folders, user="run r, which trains on it", call=lambda name: None)
     pool = Pool(catalogue, settings, loader, 100, owner)
     with patch("parallm.registry.discovery.HF_HUB_CACHE", str(folder / "hub")):
         await pool.scan()

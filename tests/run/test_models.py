@@ -14,7 +14,8 @@ import pytest
 
 from parallm.config.schema import RunConfig, ServeConfig
 from parallm.errors import ConfigError
-from parallm.model.load import NANO
+from parallm.model.gguf.writer import write_gguf
+from parallm.model.load import NANO, load_base
 from parallm.registry import discovery
 from parallm.registry.settings import RegistrySettings
 from parallm.run.models import LoadedModel, check_registry
@@ -188,6 +189,42 @@ async def test_a_model_leaves_as_its_clients_say(models: Path) -> None:
         await asker.post("/v1/models/load", model="llama", keep_alive="-1m", pinned=True)
         (loaded,) = (await asker.get("/v1/models/loaded"))["data"]
         assert (loaded["expires_at"], loaded["pinned"], loaded["state"]) == (None, True, "ready")
+
+
+@on_loop
+async def test_a_gguf_file_is_a_model(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(models.parent / "cache"))
+    base, config = load_base(NANO, "nano")
+    write_gguf(base, config, NANO, models / "Nano-F32.gguf", name="nano", is_q8_0=False)
+    async with served(models) as asker:
+        assert await asker.text("nano-f32") == await asker.text("base")
+        entry = await asker.get("/v1/models/nano-f32")
+        assert (entry["id"], entry["capabilities"]) == ("Nano-F32:latest", ["completion"])
+
+
+@on_loop
+async def test_a_whole_body_reaches_the_model_that_it_names(models: Path) -> None:
+    async with served(models) as asker:
+        await asker.chat("llama", 400, messages=3)
+        long = [{"role": "user", "content": "x" * 20_000}]  # parsed on a thread, and refused by the model's own limit
+        assert (await asker.chat("llama", 400, messages=long))["error"]["code"] == "context_length_exceeded"
+        assert (await asker.chat("llama", 413, pad="x" * 5_000_000))["error"]["code"] == "request_too_large"
+        assert (await asker.post("/v1/completions", model="llama", prompt=[1, 2], max_tokens=2))["model"] == "llama"
+        assert (await asker.post("/v1/embeddings", 409, model="llama", input="a"))["error"]["code"] == "unavailable"
+        assert (await asker.post("/tokenize", model="llama", prompt="2 + 3"))["count"] > 0
+
+
+@on_loop
+async def test_a_stream_holds_its_model_until_it_ends(models: Path) -> None:
+    async with served(models) as asker:
+        model = asker.chat("llama", stream_options=None, max_tokens=200)
+        answering = asyncio.create_task(model)
+        while not (loaded := (await asker.get("/v1/models/loaded"))["data"]) or not loaded[0]["num_running"]:
+            await asyncio.sleep(0.01)
+        unloading = asyncio.create_task(asker.post("/v1/models/unload", model="llama"))
+        assert len((await answering)["choices"][0]["message"]["content"]) > 0
+        await unloading
+        assert (await asker.get("/v1/models/loaded"))["data"] == []
 
 
 def test_a_catalogue_needs_a_server_and_a_process_of_its_own() -> None:

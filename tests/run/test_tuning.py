@@ -11,7 +11,8 @@ import httpx
 import pytest
 
 import parallm
-from parallm.jobs.fine_tuning import JobListener
+from parallm.jobs.fine_tuning import FineTuning, Train
+from parallm.jobs.job_rows import JobListener
 
 SUMS = [(a, b) for a in range(1, 7) for b in range(1, 5)]
 TRAINING = (
@@ -147,31 +148,35 @@ def test_a_supervised_job_makes_a_model_that_the_next_process_serves(tmp_path: P
         assert api.get(f"/v1/fine_tuning/jobs/{job['id']}")["status"] == "succeeded"
 
 
-def after_step_two(monkeypatch: pytest.MonkeyPatch, act: Callable[[JobListener], object]) -> None:
-    """Call `act` once, after the second step of the first job that gets there, before it begins another."""
-    stepped, calls = JobListener.stepped, list[JobListener]()
+def after_step_two(monkeypatch: pytest.MonkeyPatch, act: Callable[[FineTuning, str], object]) -> None:
+    """Call `act` once with a job, after the second step of the first job that gets there, before it begins another."""
+    stepped, run, running, calls = JobListener.stepped, FineTuning.run, list[FineTuning](), list[str]()
 
-    def note(listener: JobListener, row: Mapping[str, Any]) -> None:
+    async def note_run(jobs: FineTuning, train: Train) -> None:
+        running.append(jobs)
+        await run(jobs, train)
+
+    def note_step(listener: JobListener, row: Mapping[str, Any]) -> None:
         stepped(listener, row)
         if row["step"] == 2 and not calls:
-            calls.append(listener)
-            act(listener)
+            calls.append(listener._job_id)
+            act(running[0], listener._job_id)
 
-    monkeypatch.setattr(JobListener, "stepped", note)
+    monkeypatch.setattr(FineTuning, "run", note_run)
+    monkeypatch.setattr(JobListener, "stepped", note_step)
 
 
-def end(listener: JobListener) -> None:
+def end(jobs: FineTuning, job: str) -> None:
     """Do what the end of a process does first."""
-    order = listener._own._running
-    assert order is not None
-    listener._own._is_closing = True
-    order.stop.set()
+    assert jobs._running is not None
+    jobs._is_closing = True
+    jobs._running.stop.set()
 
 
 def test_a_reinforcement_job_pauses_for_the_next_and_makes_each_step_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    after_step_two(monkeypatch, lambda listener: listener._own.pause(listener._job_id, None))
+    after_step_two(monkeypatch, lambda jobs, job: jobs.pause(job, None))
     with serving(tmp_path) as api:
         file = api.upload(problems())
         first = api.create(training_file=file, method=reinforcement(n_epochs=2, batch_size=8))["id"]

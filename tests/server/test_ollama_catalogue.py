@@ -4,15 +4,18 @@ import asyncio
 import hashlib
 import json
 import os
+import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from huggingface_hub import constants
 from huggingface_hub.errors import OfflineModeIsEnabled
 
 from parallm.errors import Unavailable
@@ -310,13 +313,14 @@ class Hub:
 
     def fetch(self, hub_id: str, download: Any) -> None:
         self.num_downloads += 1
-        file = pull._File("model.safetensors", "sha256:" + "ab" * 32, 10)
+        file = pull._File("model.safetensors", "ab" * 32, 10)
         download.files.append(file)
         for _ in range(2):
             time.sleep(0.15)
             if download.is_given_up.is_set():
                 return
             file.completed += 5
+        download.is_verifying = True
         reference = self.folder / f"models--{hub_id.replace('/', '--')}"
         write_folder(reference / "snapshots" / "1")
         (reference / "refs").mkdir()
@@ -343,6 +347,89 @@ def test_a_pull_shows_how_far_it_is_and_names_the_model(
     assert hub.num_downloads == 1
 
 
+FILES = {"config.json": b"{}", "model.safetensors": bytes(300_000), "model.py": b"exit()", "README.md": b"no"}
+
+
+class HubHandler(BaseHTTPRequestHandler):
+    """The hub's routes for one model; `model.safetensors` comes with a letter in it that its digest lacks."""
+
+    wrong = False
+
+    def log_message(self, *_: object) -> None: ...
+
+    def do_HEAD(self) -> None:
+        self.answer(has_body=False)
+
+    def do_GET(self) -> None:
+        self.answer(has_body=True)
+
+    def answer(self, *, has_body: bool) -> None:
+        name = self.path.rpartition("/")[2]
+        if self.path.startswith("/api/models/a/b"):
+            content = json.dumps({"id": "a/b", "sha": "c" * 40, "siblings": list(map(sibling, FILES))}).encode()
+        elif name in FILES:
+            content = FILES[name]
+            if self.wrong and name == "model.safetensors":
+                content = b"x" + content[1:]
+        else:
+            self.send_error(404)
+            return
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("ETag", f'"{hashlib.sha256(content).hexdigest()}"')
+        self.send_header("X-Repo-Commit", "c" * 40)
+        self.end_headers()
+        if has_body:
+            self.wfile.write(content)
+
+
+def sibling(name: str) -> dict[str, Any]:
+    content = FILES[name]
+    large = {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 1}
+    return {"rfilename": name, "size": len(content)} | ({"lfs": large} if name == "model.safetensors" else {})
+
+
+@pytest.fixture
+def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Let the hub's library ask a server of this process, and return its cache."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), HubHandler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    url = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setattr(constants, "ENDPOINT", url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    yield tmp_path / "cache" / "models--a--b"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+async def watched(hub_id: str) -> list[Progress]:
+    return [progress async for progress in Pulls().watch(hub_id)]
+
+
+def test_the_library_of_the_hub_downloads_what_is_used(hub_cache: Path) -> None:
+    lines = asyncio.run(watched("a/b"))
+    assert lines[-1].status == "verifying sha256 digest"
+    ends = {line.status: (line.completed, line.total) for line in lines[:-1]}
+    digest = hashlib.sha256(FILES["model.safetensors"]).hexdigest()
+    assert ends == {"pulling config.json": (2, 2), f"pulling {digest[:12]}": (300_000, 300_000)}
+    commit = (hub_cache / "refs" / "main").read_text()
+    assert {path.name for path in (hub_cache / "snapshots" / commit).iterdir()} == {"config.json", "model.safetensors"}
+
+
+def test_a_file_with_another_digest_is_not_kept(hub_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HubHandler, "wrong", True)
+    with pytest.raises(Unavailable, match=r"digest mismatch: model\.safetensors of a/b"):
+        asyncio.run(watched("a/b"))
+    commit = (hub_cache / "refs" / "main").read_text()
+    assert {path.name for path in (hub_cache / "snapshots" / commit).iterdir()} == {"config.json"}
+    monkeypatch.setattr(HubHandler, "wrong", False)
+    assert asyncio.run(watched("a/b"))[-1].status == "verifying sha256 digest"
+
+
 def test_requests_for_one_model_share_its_download(tmp_path: Path) -> None:
     hub = Hub(tmp_path)
 
@@ -356,7 +443,7 @@ def test_requests_for_one_model_share_its_download(tmp_path: Path) -> None:
 
     first, second = asyncio.run(both())
     assert hub.num_downloads == 1
-    assert first[-1].completed == second[-1].completed == 10
+    assert first[-2].completed == second[-2].completed == 10
 
 
 def test_a_download_ends_when_nobody_watches(tmp_path: Path) -> None:

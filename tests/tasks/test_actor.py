@@ -13,6 +13,7 @@ import pytest
 from parallm.device.governor import Governor
 from parallm.device.thread import DeviceThread
 from parallm.errors import EngineFull, InvalidRequest, ModelError, NotFinite, UnknownModel
+from parallm.model.adapters.table import AdapterTable
 from parallm.model.policy_nets.net import PolicyNet
 from parallm.seeds import mix_all
 from parallm.tasks.actor import KEPT_VERSIONS, Actor
@@ -206,6 +207,19 @@ def test_names_mean_the_newest_version_and_numbers_do_not_come_again(actor: Acto
     with pytest.raises(UnknownModel, match="there are none; PUT one to /v1/rl/policies/NAME"):
         actor.card("agent")
     assert publish(actor) == "agent@4"
+
+
+def test_a_language_models_route_says_where_a_policy_net_acts(actor: Actor) -> None:
+    publish(actor)
+    table = AdapterTable()
+    table.elsewhere = actor.elsewhere
+    for name in ("agent", "agent@1"):
+        with pytest.raises(UnknownModel, match="agent is a policy net; ask /v1/rl/act or /v1/predict"):
+            table.resolve(name)
+    with pytest.raises(UnknownModel, match="no model 'other'"):
+        table.resolve("other")
+    with pytest.raises(UnknownModel, match="Language models answer at /v1/chat/completions"):
+        actor.card("base")
 
 
 def test_old_versions_leave_memory(actor: Actor) -> None:

@@ -6,7 +6,7 @@ A change replaces one immutable `TableState` by another, so readers need no lock
 
 import threading
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -88,6 +88,8 @@ class AdapterTable:
         self.policies = policies
         self._other_names: dict[str, str] = {}
         self._state = TableState()  # swapped whole, so that other threads never see a half-made change
+        self.elsewhere: Callable[[str], str | None] = lambda model: None
+        """Returns what a name that no adapter has means beside language models, for the error's text."""
         self._lock = threading.RLock()
         self._dropped: set[Key] = set()
         self._num_swaps: Counter[str] = Counter()
@@ -260,6 +262,8 @@ class AdapterTable:
             return state.entries[key].adapter
         if asked == BASE or name in self.policies:
             return None
+        if elsewhere := self.elsewhere(model):
+            raise UnknownModel(elsewhere)
         if "@" in asked:
             return self._pinned(state, *asked.split("@", 1))
         raise UnknownModel(f"no model {model!r}; there are {self._names(state)}")

@@ -4,10 +4,12 @@ Requests for one model share its download, which ends when the last of them leav
 """
 
 import asyncio
+import hashlib
 import threading
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
+from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi, hf_hub_download
@@ -51,9 +53,21 @@ class Progress(Wire):
 @dataclass(slots=True)
 class _File:
     name: str
-    digest: str
+    digest: str | None
+    """SHA-256 of a large file; of others the hub knows none."""
     total: int
     completed: int = 0
+
+    @property
+    def progress(self) -> Progress:
+        if self.digest is None:
+            return Progress(status=f"pulling {self.name}", total=self.total, completed=self.completed)
+        return Progress(
+            status=f"pulling {self.digest[:12]}",
+            digest=f"sha256:{self.digest}",
+            total=self.total,
+            completed=self.completed,
+        )
 
 
 @dataclass(slots=True)
@@ -61,6 +75,7 @@ class _Download:
     """What one thread does and several requests watch."""
 
     files: list[_File] = field(default_factory=list)
+    is_verifying: bool = False
     is_given_up: threading.Event = field(default_factory=threading.Event)
     num_watchers: int = 0
     task: asyncio.Task[None] | None = None
@@ -80,22 +95,24 @@ class Pulls:
         if download is None:
             download = self._downloads[hub_id] = _Download()
             download.task = asyncio.create_task(asyncio.to_thread(self._fetch, hub_id, download))
+            download.task.add_done_callback(lambda task: task.cancelled() or task.exception())  # if nobody is left
         assert download.task is not None
         download.num_watchers += 1
         shown: dict[str, int] = {}
+        tells_of_digests = False
         try:
             while True:
                 await asyncio.wait((download.task,), timeout=SECONDS_BETWEEN_LINES)
+                # before the counts are read, which are final then
+                is_done, is_verifying = download.task.done(), download.is_verifying
                 for file in list(download.files):
                     if shown.get(file.name) != file.completed:
                         shown[file.name] = file.completed
-                        yield Progress(
-                            status=f"pulling {file.digest.removeprefix('sha256:')[:12]}",
-                            digest=file.digest,
-                            total=file.total,
-                            completed=file.completed,
-                        )
-                if download.task.done():
+                        yield file.progress
+                if is_verifying and not tells_of_digests:
+                    tells_of_digests = True
+                    yield Progress(status="verifying sha256 digest")
+                if is_done:
                     download.task.result()
                     return
         finally:
@@ -114,19 +131,36 @@ def hub_id_of(name: str) -> str | None:
 def fetch_model(hub_id: str, download: _Download) -> None:
     """Download a model's files into the cache of the hub. Raises Unavailable with the way out."""
     try:
-        information = HfApi().model_info(hub_id, files_metadata=True)
-        for sibling in information.siblings or ():
-            if not any(fnmatch(sibling.rfilename, pattern) for pattern in PATTERNS):
-                continue
-            digest = sibling.lfs.sha256 if sibling.lfs is not None else str(sibling.blob_id)
-            file = _File(sibling.rfilename, f"sha256:{digest}", int(sibling.size or 0))
-            download.files.append(file)
-            hf_hub_download(hub_id, file.name, revision=information.sha, tqdm_class=_bar_of(file, download))
-            file.completed = file.total
+        paths = []
+        for sibling in HfApi().model_info(hub_id, files_metadata=True).siblings or ():
+            if any(fnmatch(sibling.rfilename, pattern) for pattern in PATTERNS):
+                digest = None if sibling.lfs is None else sibling.lfs.sha256
+                file = _File(sibling.rfilename, digest, int(sibling.size or 0))
+                download.files.append(file)
+                paths.append((file, Path(hf_hub_download(hub_id, file.name, tqdm_class=_bar_of(file, download)))))
+                file.completed = file.total
+        download.is_verifying = True
+        for file, path in paths:
+            _verify(hub_id, file, path)
     except _GivenUp:
         return
     except (HFValidationError, HTTPError, OSError) as error:  # the hub's errors are some of these
         raise _not_pulled(hub_id, error) from error
+
+
+def _verify(hub_id: str, file: _File, path: Path) -> None:
+    """Remove a file that has not the digest that the hub says. Raises Unavailable."""
+    if file.digest is None:
+        return
+    with path.open("rb") as content:
+        found = hashlib.file_digest(content, "sha256").hexdigest()
+    if found != file.digest:
+        path.resolve().unlink()
+        path.unlink(missing_ok=True)
+        raise Unavailable(
+            f"digest mismatch: {file.name} of {hub_id} came as sha256:{found} instead of sha256:{file.digest}; it is "
+            "removed, so pull again"
+        )
 
 
 class _GivenUp(Exception):

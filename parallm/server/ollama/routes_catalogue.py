@@ -116,7 +116,6 @@ async def pulled(service: Service, pulls: Pulls, name: str) -> AsyncGenerator[Pr
             if not await _is_named(models, hub_id):
                 async for progress in pulls.watch(hub_id):
                     yield progress
-                yield Progress(status="verifying sha256 digest")
                 await models.scan()
             yield Progress(status="writing manifest")
             if not await _is_named(models, name):

@@ -217,13 +217,27 @@ give(
     {"models.clients_passed": Bar(min=7), "models.clients_total": Bar(min=7)},
 )
 give(
+    "model_cycles",
+    "run/test_models.py",
+    1,
+    {"models.unload_cycles": Bar(min=20), "models.unload_leak_fraction": Bar(min=-0.01, max=0.01)},
+    {"models.control_leak_fraction": Bar(min=0.01)},
+)
+give(
+    "catalogue",
+    "registry/test_catalogue.py",
+    1,
+    {"models.list_ms": Bar(max=50), "models.catalogue_kills": Bar(min=50), "models.control_broken": Bar(min=1)},
+    zero("models.catalogue_broken"),
+)
+give(
     "job_kills",
     "robustness/test_job_kills.py",
     6,
     {"jobs.kills": Bar(min=20), "jobs.control_lost": Bar(min=1), "jobs.control_twice": Bar(min=1)},
     zero("jobs.lost", "jobs.twice"),
 )
-CLIENTS = {"clients.passed": Bar(), "clients.total": Bar(min=157), "tasks.clients_passed": Bar(min=8)}
+CLIENTS = {"clients.passed": Bar(), "clients.total": Bar(min=164), "tasks.clients_passed": Bar(min=8)}
 give("clients", "interop/clients/test_clients.py", 5, CLIENTS, zero("clients.failed"))
 give(
     "verifiers",
