@@ -57,11 +57,11 @@ def _owner_token(address: str) -> str | None:
 
 
 @contextmanager
-def server(given: str | None) -> Iterator[Client]:
-    """Connect to a server that answers. Raises CommandFailed for what it refuses, and if there is none."""
+def server(given: str | None, *, seconds: float | None = None) -> Iterator[Client]:
+    """Connect to a server that answers within `seconds`. Raises CommandFailed for what it refuses, and if none is."""
     address = address_of(given)
     try:
-        with connect(address) as client:
+        with connect(address, seconds=seconds) as client:
             yield client
     except ApiError as error:
         way_out = f"; set {KEY} to a key of this server" if error.status == 401 else ""

@@ -4,39 +4,52 @@ import json
 import sys
 from argparse import Namespace
 from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
 from urllib.parse import quote
 
 from parallm.cli import start
 from parallm.cli.connection import CommandFailed, command, post, server
-from parallm.client.calls import Call
+from parallm.client.calls import ApiError, Call
+
+PULL_SECONDS = 86_400.0
 
 
 @command
 def pull(arguments: Namespace) -> int:
-    """Make a model known to the server."""
-    with server(arguments.host) as client:
-        answer = client.send(post("/v1/models/pull", {"model": arguments.model}))
-    sys.stdout.write(f"{answer.get('status', 'success')}\n")
+    """Make a model known to the server, which may download it first. The route is one of Ollama's."""
+    with server(arguments.host, seconds=PULL_SECONDS) as client:
+        try:
+            answer = client.send(post("/api/pull", {"model": arguments.model, "stream": False}))
+        except ApiError as error:
+            if error.code in ("unknown_url", "wrong_method"):
+                raise CommandFailed("the server pulls no models; start it with server.ollama=true") from error
+            raise
+    sys.stdout.write(f"{answer['status']}\n")
     return 0
 
 
 @command
 def create(arguments: Namespace) -> int:
     """Name a model, by a Modelfile or by what it comes from."""
-    fields = {"model": arguments.name}
-    if arguments.file is not None:
-        try:
-            fields["modelfile"] = Path(arguments.file).read_text()
-        except (OSError, UnicodeDecodeError) as error:
-            raise CommandFailed(f"-f {arguments.file} cannot be read: {error}") from error
-    else:
-        source = Path(arguments.source).expanduser()
-        fields["source"] = str(source.resolve()) if source.exists() else arguments.source
+    fields = {"source": arguments.source} if arguments.file is None else _read_modelfile(Path(arguments.file))
+    folder = Path() if arguments.file is None else Path(arguments.file).parent
+    source = folder / Path(fields["source"]).expanduser()
+    fields |= {"model": arguments.name, "source": str(source.resolve()) if source.exists() else fields["source"]}
     if arguments.system is not None:
         fields["system"] = arguments.system
     with server(arguments.host) as client:
         client.send(post("/v1/models/create", fields))
     return 0
+
+
+def _read_modelfile(path: Path) -> dict[str, Any]:
+    """Return the fields of `/v1/models/create` that a Modelfile gives."""
+    try:
+        fields: dict[str, Any] = resolve_name("parallm.server.ollama.modelfile:read_modelfile")(path.read_text())
+    except (OSError, ValueError) as error:  # what a Modelfile must not say is a ValueError, too
+        raise CommandFailed(f"-f {path} cannot be read: {error}") from error
+    return {"source": fields.pop("from"), **fields}
 
 
 @command

@@ -35,6 +35,7 @@ from parallm.server.app import create_model_app, forget_applications
 from parallm.server.operation.auth import StoredKey
 from parallm.server.service import Service
 from parallm.tasks.encoder import Encoder
+from parallm.tasks.predictor import Predictor
 from parallm.types import BASE, POLICY
 
 BUDGET_SHARE = 0.5
@@ -141,6 +142,15 @@ class ModelLoader:
             unit_tokens=chunk_tokens(engine_settings),
             max_waiting=engine_settings.max_waiting,
         )
+        predictor = Predictor(
+            runtime.device,
+            runtime.streams,
+            model,
+            adapters,
+            encoder,
+            max_context=attached.max_context,
+            max_waiting=engine_settings.max_waiting,
+        )
         server, defaults = with_max_tokens(runtime.settings.server, sampling_defaults(runtime.settings.server, folder))
         service = Service(
             engine=engine,
@@ -154,6 +164,7 @@ class ModelLoader:
             keys=self._keys,
             traces=runtime.traces,
             encoder=encoder,
+            predictor=predictor,
         )
         app = await asyncio.to_thread(create_model_app, service)  # routes take 0.1 s to make
         await on_device(runtime.device, partial(engine.attach, attached))

@@ -95,6 +95,7 @@ MODEL_ROUTES: Sequence[Callable[[Service], APIRouter]] = (
     embedding_routes,
     rank_routes,
     classify_routes,
+    predict_routes,
     generate_routes,
     tokenize_routes,
 )

@@ -36,6 +36,7 @@ LEASING = frozenset(
         *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/embeddings"),
         *("/rerank", "/v1/rerank", "/v2/rerank", "/score", "/v1/score", "/pooling", "/v1/pooling"),
         *("/classify", "/v1/classify", "/v1/classifications", "/inference/v1/generate", "/tokenize", "/detokenize"),
+        "/v1/predict",
         *("/api/generate", "/api/chat", "/api/embed", "/api/embeddings"),
     )
 )

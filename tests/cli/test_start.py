@@ -59,16 +59,16 @@ def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "request_line", "body"),
     [
-        (["pull", "a/b"], "POST /v1/models/pull", b'{"model":"a/b"}'),
+        (["pull", "a/b"], "POST /api/pull", b'{"model":"a/b","stream":false}'),
         (["cp", "a", "b"], "POST /v1/models/copy", b'{"source":"a","destination":"b"}'),
         (["rm", "a/b"], "DELETE /v1/models/a%2Fb", b""),
         (["stop", "a"], "POST /v1/models/unload", b'{"model":"a"}'),
         (
             ["create", "c", "--from", "a", "--system", "be brief"],
             "POST /v1/models/create",
-            b'{"model":"c","source":"a","system":"be brief"}',
+            b'{"source":"a","model":"c","system":"be brief"}',
         ),
-        (["create", "c", "-f", "Modelfile"], "POST /v1/models/create", b'{"model":"c","modelfile":"FROM a\\n"}'),
+        (["create", "c", "-f", "Modelfile"], "POST /v1/models/create", b'{"source":"a","system":"x","model":"c"}'),
     ],
 )
 def test_a_command_about_models_is_one_request(
@@ -84,7 +84,7 @@ def test_a_command_about_models_is_one_request(
         return Client("http://localhost", http=httpx.Client(transport=httpx.MockTransport(answer)))
 
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "Modelfile").write_text("FROM a\n")
+    (tmp_path / "Modelfile").write_text("FROM a\nSYSTEM x\n")
     monkeypatch.setattr("parallm.cli.connection.connect", connect)
     assert run(words) == 0
     (request,) = seen
@@ -92,6 +92,9 @@ def test_a_command_about_models_is_one_request(
     assert request.content == body
 
 
-def test_a_modelfile_that_is_missing_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_modelfile_that_is_missing_or_wrong_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["create", "c", "-f", "/nowhere"]) == 1
     assert capsys.readouterr().err.startswith("parallm: -f /nowhere cannot be read: ")
+    (tmp_path / "Modelfile").write_text("FROM a\nNONSENSE 1\n")
+    assert run(["create", "c", "-f", str(tmp_path / "Modelfile")]) == 1
+    assert "line 2 of the Modelfile" in capsys.readouterr().err

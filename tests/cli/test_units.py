@@ -135,7 +135,7 @@ class Supervisor:
         self.listener.listen()
         self._ear = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._ear.bind(str(folder / "notify"))
-        self._ear.settimeout(30)
+        self._ear.settimeout(120)
 
     def start(self, *keys: str) -> subprocess.Popen[bytes]:
         """Start the server as systemd does: sockets at 3, and its own process id in the environment."""
@@ -170,9 +170,9 @@ class Supervisor:
 
 @contextmanager
 def asking(path: Path, method: str, route: str, body: object = None) -> Iterator[http.client.HTTPResponse]:
-    connection = http.client.HTTPConnection("localhost", timeout=30)
+    connection = http.client.HTTPConnection("localhost", timeout=120)
     connection.sock = socket.socket(socket.AF_UNIX)
-    connection.sock.settimeout(30)
+    connection.sock.settimeout(120)
     connection.sock.connect(str(path))
     connection.request(method, route, None if body is None else json.dumps(body), {"content-type": "application/json"})
     try:

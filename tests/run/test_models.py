@@ -98,6 +98,16 @@ async def test_each_name_is_answered_by_its_own_model(models: Path) -> None:
 
 
 @on_loop
+async def test_tensors_go_through_the_model_that_is_named(models: Path) -> None:
+    async with served(models) as asker:
+        asked: dict[str, Any] = {"inputs": [[5, 6, 7]], "outputs": ["last_hidden_state"]}
+        base, llama = [await asker.post("/v1/predict", model=name, **asked) for name in ("base", "llama")]
+        assert (base["model"], llama["model"]) == ("base", "llama")
+        assert base["outputs"]["last_hidden_state"]["shape"] != llama["outputs"]["last_hidden_state"]["shape"]
+        await asker.post("/v1/predict", 404, model="nobody", **asked)
+
+
+@on_loop
 async def test_unknown_names_and_names_of_this_process_are_its_own(models: Path) -> None:
     async with served(models) as asker:
         assert (await asker.chat("nobody", 404))["error"]["code"] == "model_not_found"
