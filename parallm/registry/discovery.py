@@ -215,16 +215,17 @@ def _abilities(template: str) -> Iterator[str]:
 
 
 def chat_template(folder: Path) -> str:
-    """The chat template of a folder or a GGUF file as text; several ones one after the other."""
+    """The chat template of a folder or a GGUF file; several ones as JSON."""
     if is_gguf(folder):
         return read_facts(folder).chat_template or ""
     file = folder / "chat_template.jinja"
     if file.is_file():
         return _text(file)
     try:
-        return json.dumps(json.loads(_text(folder / "tokenizer_config.json")).get("chat_template", ""))
+        template = json.loads(_text(folder / "tokenizer_config.json")).get("chat_template", "")
     except (ValueError, AttributeError):
         return ""
+    return template if isinstance(template, str) else json.dumps(template)
 
 
 def _license(folder: Path) -> str | None:

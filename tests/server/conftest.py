@@ -96,7 +96,7 @@ class CharacterTokenizer:
 
     def encode_prompt(self, turns: Sequence[Mapping[str, object]], **asked: Any) -> ChatPrompt:
         for name in ("tools", "variables"):
-            if asked[name]:
+            if asked.get(name):
                 parameter = "chat_template_kwargs" if name == "variables" else name
                 raise InvalidRequest(f"the template knows no {parameter}", parameter)
         return ChatPrompt(tokens=self.encode("".join(f"<{turn['role']}>{turn['content']}" for turn in turns)))

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from fastapi.testclient import TestClient
 
+from parallm.conversation import ChatPrompt
 from parallm.errors import NotFinite, Unavailable, UnknownModel
 from parallm.types import EncodeRequest, TaskSpec
 from tests.server.conftest import CharacterTokenizer, EchoEngine, card, make_app
@@ -47,6 +48,9 @@ class LengthEncoder:
 
 
 Embed = Callable[..., Any]
+
+
+CHAT = [{"role": "user", "content": "a"}]
 
 
 @pytest.fixture
@@ -95,6 +99,28 @@ def test_inputs_are_texts_or_token_ids(
 ) -> None:
     assert embed(input=given).status_code == 200
     assert encoder.requests[0].rows == rows
+
+
+def test_chats_are_what_the_template_writes_of_them_without_the_start_of_an_answer(
+    embed: Embed, encoder: LengthEncoder, tokenizer: CharacterTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[dict[str, Any]] = []
+    encode_prompt = CharacterTokenizer.encode_prompt
+
+    def noted(self: CharacterTokenizer, turns: Any, **options: Any) -> ChatPrompt:
+        asked.append(options)
+        return encode_prompt(self, turns, **options)
+
+    monkeypatch.setattr(CharacterTokenizer, "encode_prompt", noted)
+    parts = [{"role": "user", "content": [{"type": "text", "text": "b"}]}]
+    assert embed(messages=CHAT).status_code == embed(messages=[CHAT, parts]).status_code == 200
+    rows = [tokenizer.encode(f"<user>{text}") for text in ("a", "b")]
+    assert [request.rows for request in encoder.requests] == [(rows[0],), tuple(rows)]
+    assert [options["end"] for options in asked] == ["message"] * 3
+    encoder.end = END
+    embed(messages=CHAT)
+    embed(messages=CHAT, truncate_prompt_tokens=3)
+    assert [request.rows[0] for request in encoder.requests[2:]] == [(*rows[0], END), (*rows[0][:2], END)]
 
 
 def test_base64_is_the_same_numbers_to_the_bit(embed: Embed) -> None:
@@ -161,7 +187,6 @@ def test_a_very_long_text_that_is_cut_is_not_encoded_whole(embed: Embed, encoder
 @pytest.mark.parametrize(
     ("body", "parameter", "named"),
     [
-        ({}, "input", "required"),
         ({"input": ""}, "input", "number 0"),
         ({"input": []}, "input", "1 to 2048"),
         ({"input": [[]]}, "input", "number 0"),
@@ -177,7 +202,12 @@ def test_a_very_long_text_that_is_cut_is_not_encoded_whole(embed: Embed, encoder
         ({"input": [5], "prompt_name": "query"}, "input", "send texts"),
         ({"input": "a", "dimensions": 0}, "dimensions", "greater"),
         ({"input": "a", "encoding_format": "ubinary"}, "encoding_format", "base64"),
-        ({"input": "a", "messages": []}, "messages", "unknown"),
+        ({"input": "a", "messages": CHAT}, "input", "either input or messages"),
+        ({}, "input", "either input or messages"),
+        ({"messages": []}, "messages", "at least 1"),
+        ({"messages": [[]]}, "messages.0", "at least 1"),
+        ({"messages": CHAT, "prompt_name": "query"}, "prompt_name", "leave it out"),
+        ({"messages": [{"role": "user", "content": "a" * 21}]}, "messages", "truncate_prompt_tokens=-1"),
     ],
 )
 def test_what_cannot_be_encoded_is_refused_and_the_error_says_what_fits(

@@ -37,8 +37,10 @@ class CatalogueModels(Catalogue):
     async def describe(self, name: str) -> Named:
         return await self.find(name)
 
+    in_memory: tuple[Loaded, ...] = ()
+
     def loaded(self) -> tuple[Loaded, ...]:
-        return ()
+        return self.in_memory
 
     async def load(self, name: str, *, keep_alive: float | None = None, is_pinned: bool | None = None) -> None: ...
     async def unload(self, name: str) -> None: ...
@@ -97,9 +99,33 @@ OWN = ["policy:latest", "base:latest", "policy:3"]
 def test_names_of_the_catalogue_are_listed_and_shown(call: Call, tmp_path: Path) -> None:
     assert names(call) == [*OWN, "qwen3:latest"]
     page = call("POST", "/api/show", json={"model": "Qwen3", "verbose": True}).json()
-    assert (page["template"], page["capabilities"]) == ('"{{ tools }}<think>"', ["completion", "tools", "thinking"])
+    assert (page["template"], page["capabilities"]) == ("{{ tools }}<think>", ["completion", "tools", "thinking"])
     assert page["model_info"]["llama.context_length"] == 128
     assert page["tensors"] == [{"name": "model.embed_tokens.weight", "type": "F32", "shape": [32, 8]}]
+
+
+def test_what_is_in_memory_is_listed_until_it_expires(call: Call, models: CatalogueModels) -> None:
+    def loaded(state: str, expires_at: float | None) -> Loaded:
+        return Loaded(
+            name="qwen3:latest",
+            names=("qwen3:latest",),
+            state=state,
+            num_bytes=77,
+            expires_at=expires_at,
+            is_pinned=False,
+            num_leases=0,
+        )
+
+    models.in_memory = (loaded("ready", 1_800_000_000.0),)
+    *own, last = call("GET", "/api/ps").json()["models"]
+    assert [model["name"] for model in own] == OWN[:2]
+    assert (last["name"], last["size"], last["context_length"]) == ("qwen3:latest", 77, 128)
+    assert last["expires_at"] == "2027-01-15T08:00:00.000000Z"
+    models.in_memory = (loaded("ready", None),)
+    assert call("GET", "/api/ps").json()["models"][-1]["expires_at"].startswith("9999")
+    for state in ("loading", "unloading"):
+        models.in_memory = (loaded(state, None),)
+        assert len(call("GET", "/api/ps").json()["models"]) == 2
 
 
 def test_a_name_is_made_of_another(call: Call) -> None:

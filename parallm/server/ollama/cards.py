@@ -26,6 +26,8 @@ from parallm.types import BASE, LATEST
 
 NEVER = "9999-01-01T00:00:00+00:00"
 """Time at which what stays loaded expires; every reader of dates knows it."""
+IN_MEMORY = ("ready", "draining")
+"""States of models that are shown as loaded."""
 UNKNOWN = "unknown"
 BILLION = 10**9
 SUFFIXES = ((10**12, "T"), (BILLION, "B"), (10**6, "M"), (10**3, "K"))
@@ -223,7 +225,7 @@ def loaded_models(service: Service, cards: Mapping[str, Card]) -> list[LoadedMod
         if name.endswith(f":{LATEST}")
     ]
     for loaded in () if service.models is None else service.models.loaded():
-        if loaded.name in cards:
+        if loaded.name in cards and loaded.state in IN_MEMORY:
             expires = NEVER if loaded.expires_at is None else timestamp(loaded.expires_at)
             found.append(_loaded(cards[loaded.name], loaded.num_bytes, expires, base))
     return sorted(found, key=lambda model: model.expires_at, reverse=True)

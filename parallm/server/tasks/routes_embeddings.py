@@ -1,4 +1,4 @@
-"""`POST /v1/embeddings`: texts or token ids become vectors. Wire types and the route."""
+"""`POST /v1/embeddings`: texts, token ids or chats become vectors. Wire types and the route."""
 
 import base64
 import time
@@ -17,6 +17,7 @@ from parallm.server.connection import json_response, received, while_connected
 from parallm.server.schemas import Wire, parse_body
 from parallm.server.service import Service
 from parallm.server.tasks.texts import (
+    Chats,
     Chosen,
     Cut,
     Inputs,
@@ -25,6 +26,7 @@ from parallm.server.tasks.texts import (
     Usage,
     choose,
     prompt_of,
+    read_chats,
     read_rows,
     usage_of,
 )
@@ -36,7 +38,10 @@ SECONDS_PER_NUMBER = 3e-7
 
 class EmbeddingBody(Wire):
     model: ModelName
-    input: Inputs
+    input: Inputs | None = None
+    messages: Chats | None = None
+    """A chat, or a list of chats, in place of `input`: of each the text that the chat template writes, up to the end of
+    its last message."""
     dimensions: Annotated[int, Field(ge=0)] | None = None
     """Numbers that are kept of each vector, for models that were trained for it; 0: all, where `modality` is given."""
     encoding_format: Literal["float", "base64"] = "float"
@@ -91,7 +96,14 @@ def _parse(service: Service, text: bytes) -> tuple[EmbeddingBody, Chosen, Encode
         raise InvalidRequest("dimensions should be greater than 0; leave it out for all", "dimensions")
     chosen = choose(service, body.model, "embed")
     cut = Cut(tokens=body.truncate_prompt_tokens, side=body.truncation_side)
-    rows = read_rows(service, chosen, body.input, cut, prompt=prompt_of(chosen, body.prompt_name))
+    if (body.input is None) == (body.messages is None):
+        raise InvalidRequest("send either input or messages", "input")
+    if body.messages is not None:
+        if body.prompt_name is not None:
+            raise InvalidRequest("a prompt is put before texts, and messages are a chat; leave it out", "prompt_name")
+        rows = read_chats(service, chosen, body.messages, cut)
+    else:
+        rows = read_rows(service, chosen, body.input or (), cut, prompt=prompt_of(chosen, body.prompt_name))
     request = EncodeRequest(
         model=chosen.model, rows=rows, dimensions=body.dimensions or None, activates=body.use_activation
     )

@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import Field, PlainValidator
+from pydantic import BeforeValidator, Field, PlainValidator
 
 from parallm.errors import ContextTooLong, InvalidRequest, Unavailable
 from parallm.server.catalog import resolved
 from parallm.server.interfaces import Encoder
-from parallm.server.request_limits import PIECE, check_text
+from parallm.server.openai.chat_schemas import ChatMessage
+from parallm.server.openai.translate import to_turn
+from parallm.server.request_limits import PIECE, check_text, check_texts
 from parallm.server.schemas import Wire, is_tokens
 from parallm.server.service import Service
 from parallm.types import BASE, TASK_ROUTES, EncodeRequest, Task, TaskSpec
@@ -55,6 +57,15 @@ def read_texts(value: object) -> list[str]:
 
 
 Texts = Annotated[list[str], PlainValidator(read_texts, json_schema_input_type=str | list[str | dict[str, str]])]
+
+
+def _listed(value: object) -> object:
+    """Return a chat as the only one of a list."""
+    return [value] if isinstance(value, list) and value and isinstance(value[0], dict) else value
+
+
+Chat = Annotated[list[ChatMessage], Field(min_length=1)]
+Chats = Annotated[list[Chat], BeforeValidator(_listed), Field(min_length=1, max_length=MAX_INPUTS)]
 
 
 class Usage(Wire):
@@ -140,6 +151,30 @@ def _row(
         tokens = chosen.encoder.encode_text(text, chosen.spec)
     else:
         tokens = _checked(chosen, prompt, item, end, field)
+    return _cut(tokens, cut, limit, end, field)
+
+
+def read_chats(
+    service: Service, chosen: Chosen, chats: Sequence[Sequence[ChatMessage]], cut: Cut
+) -> tuple[tuple[int, ...], ...]:
+    """Return the token ids that the chat template writes of each chat, with the end token that vectors are pooled at.
+
+    Raises InvalidRequest naming `messages`.
+    """
+    context = min(service.engine.max_context, chosen.spec.max_tokens or service.engine.max_context)
+    limit, end = cut.limit(context), chosen.encoder.end_token(chosen.spec)
+    rows = []
+    for chat in chats:
+        texts = [part.text for message in chat for part in message.content]
+        check_texts(texts, "messages", service.tokenizer, service.engine.max_context)
+        tokens = service.tokenizer.encode_prompt([to_turn(message) for message in chat], end="message").tokens
+        ended = tokens if end is None or tokens[-1:] == (end,) else (*tokens, end)
+        rows.append(_cut(ended, cut, limit, end, "messages"))
+    return tuple(rows)
+
+
+def _cut(tokens: tuple[int, ...], cut: Cut, limit: int, end: int | None, field: str) -> tuple[int, ...]:
+    """Return what is kept of a row. Raises ContextTooLong where nothing may be cut."""
     if cut.tokens is None and len(tokens) > limit:
         raise ContextTooLong(
             f"an input has {len(tokens)} tokens and this model's maximum context length is {limit}; shorten it, send "
