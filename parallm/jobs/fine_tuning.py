@@ -6,6 +6,7 @@ last checkpoint, and its end is counted once.
 """
 
 import asyncio
+import json
 import logging
 import secrets
 import shutil
@@ -35,6 +36,9 @@ TRAIN, HELD_OUT = "train.jsonl", "held_out.jsonl"
 COLUMNS = ("step", "train_loss", "train_mean_reward", "valid_loss", "valid_mean_reward", "valid_accuracy")
 """Columns of the result file."""
 DISK_SECONDS = 10.0
+ATTEMPTS, MAX_ATTEMPTS = "attempts.json", 8
+"""File in a job's folder, and how many processes may end in a job without one further checkpoint until it has failed:
+one that takes the server with it, by memory say, would end every next one."""
 
 logger = logging.getLogger(__name__)
 
@@ -248,6 +252,12 @@ class FineTuning:
         except UnknownObject as missing:
             self._fail(job, "invalid_training_file", f"its file is gone: {missing}", "training_file")
             return
+        attempts = order.folder / ATTEMPTS
+        num_saved = len(self._rows.checkpoints.all((job.id,)))
+        if not await asyncio.to_thread(_note_attempt, attempts, num_saved):
+            message = f"{MAX_ATTEMPTS} processes have ended in this job since its checkpoint {num_saved}; see the log"
+            self._fail(job, "server_error", message, None)
+            return
         self._rows.put(job, "running")
         self._rows.tell(job.id, "started", "Fine-tuning job started")
         self._running = order
@@ -258,6 +268,7 @@ class FineTuning:
             training.cancel()
             await asyncio.wait((training,))
             self._running = None
+            await asyncio.to_thread(attempts.unlink, missing_ok=True)
         error = training.exception()
         if error is None:
             await self._finish(job.id, order, training.result())
@@ -351,6 +362,24 @@ class FineTuning:
 
 def new_seed() -> int:
     return secrets.randbelow(2**31)
+
+
+def _note_attempt(file: Path, num_saved: int) -> bool:
+    """Count an attempt at a job that has `num_saved` checkpoints, and return whether it may be made.
+
+    The file is gone after attempts that end before their process does. Raises NotStored.
+    """
+    try:
+        known, count = json.loads(file.read_text())
+    except (OSError, ValueError, TypeError):
+        known, count = num_saved, 0
+    count = count + 1 if known == num_saved else 1
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps([num_saved, count]))
+    except OSError as error:
+        raise NotStored(f"{file} cannot be written: {error}") from error
+    return bool(count <= MAX_ATTEMPTS)
 
 
 def _check_file(request: TuningRequest, path: Path, target: Path) -> None:
