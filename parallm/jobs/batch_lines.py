@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic_core import from_json
+
 from parallm.jobs.records import BatchCounts, BatchError, BatchUsage, InputDetails, OutputDetails
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
@@ -127,8 +129,8 @@ def _read(line: bytes, number: int, endpoint: str) -> tuple[BatchRequest | None,
     if len(line) > MAX_LINE_BYTES:
         return wrong("line_too_long", f"the line has more than {MAX_LINE_BYTES} bytes; send that request by itself")
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        row = from_json(line)  # as the server reads bodies: no lone surrogates, which no answer could hold
+    except ValueError as error:
         return wrong("invalid_json_line", f"the line is no JSON: {error}")
     if not isinstance(row, dict):
         return wrong("invalid_json_line", "the line is no JSON object; it needs custom_id, method, url and body")

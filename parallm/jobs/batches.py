@@ -166,6 +166,12 @@ class Batches:
                 await asyncio.sleep(DISK_SECONDS)
             except UnknownObject as error:
                 self._fail(first, f"its input is gone: {error}")
+            except Exception as error:  # or it would end the batches of all clients, at each start again
+                batch = self._table.get(first.id)
+                if batch.status == "finalizing":  # its answers are there, and a start hands them over
+                    raise
+                logger.exception("batch %s has failed", batch.id)
+                self._fail(batch, f"the server failed, its log has the cause: {type(error).__name__}")
 
     async def _advance(self, batch: Batch, ask: Ask) -> None:
         """Do what comes next for a batch."""

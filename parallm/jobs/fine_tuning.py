@@ -229,9 +229,14 @@ class FineTuning:
                 path = self._files.path(self._files.get(file_id))
                 target = folder / (TRAIN if name == "training_file" else HELD_OUT)
                 await asyncio.to_thread(_check_file, request, path, target)
-            except ParallmError as error:
+            except NotStored:
+                raise
+            except Exception as error:  # whatever a file brings about, it ends its own job alone
+                if not isinstance(error, ParallmError):
+                    logger.exception("%s of job %s cannot be read", name, job.id)
+                reason = str(error) if isinstance(error, ParallmError) else f"it cannot be read: {error!r:.200}"
                 if self._rows.jobs.get(job.id).status == "validating_files":
-                    self._fail(self._rows.jobs.get(job.id), f"invalid_{name}", f"{file_id}: {error}", name)
+                    self._fail(self._rows.jobs.get(job.id), f"invalid_{name}", f"{file_id}: {reason}", name)
                 return
         if self._rows.jobs.get(job.id).status == "validating_files":
             with self._rows.changing():

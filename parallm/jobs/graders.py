@@ -22,6 +22,8 @@ from parallm.errors import InvalidRequest
 MAX_FORMULA = 1000
 MAX_TEXT = 10_000
 """Characters of a filled template: comparing two texts takes the product of their lengths."""
+MAX_SAMPLES = 8
+"""Places of a template where the completion stands, whose length nobody knows before."""
 VARIABLE = re.compile(r"\{\{\s*(item|sample)\.([A-Za-z0-9_.-]+)\s*\}\}")
 SAMPLE = ("output_text", "output_json")
 WORD = re.compile(r"[a-z0-9]+")
@@ -162,6 +164,8 @@ def _check_template(template: str) -> None:
     for space, path in VARIABLE.findall(template):
         if space == "sample" and path.split(".")[0] not in SAMPLE:
             raise InvalidRequest(f"a sample has no {path!r}; it has {' and '.join(SAMPLE)}", PARAMETER)
+    if (count := sum(space == "sample" for space, _ in VARIABLE.findall(template))) > MAX_SAMPLES:
+        raise InvalidRequest(f"a template names the sample {count} times, the limit is {MAX_SAMPLES}", PARAMETER)
     if "{{" in VARIABLE.sub("", template):
         raise InvalidRequest(
             f"{template[:200]!r} has a variable that is none of item.FIELD, sample.output_text and "

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic_core import from_json
+
 from parallm.errors import InvalidRequest, ProblemError
 from parallm.jobs.graders import Grader, check_item, grade
 from parallm.types import Message, Problem, Split
@@ -76,8 +78,8 @@ def _rows(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
                 continue
             where = f"line {number}"
             try:
-                row = json.loads(line)
-            except (ValueError, RecursionError) as error:
+                row = from_json(line)  # nested less deeply than what reads it again can bear
+            except ValueError as error:
                 raise ProblemError(f"{where} is no JSON: {error}") from error
             if not isinstance(row, dict):
                 raise ProblemError(f"{where} is no JSON object")

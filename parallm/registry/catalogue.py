@@ -173,11 +173,12 @@ class Catalogue:
         for found in find_models((*self._folders, str(self.folder / OWN_MODELS))):
             try:
                 digest = digest_of(found.folder)
+                found.source.encode()  # a name of a file may be no text
                 seen.add(found.source)
                 if known.get(found.source) != (digest, str(found.folder)):
                     changed.append((found, describe(found.source, found.folder, digest)))
-            except (OSError, ModelError) as error:
-                logger.warning("a model is left out of the catalogue: %s", error)
+            except (OSError, ValueError, ModelError) as error:
+                logger.warning("a model is left out of the catalogue: %r", error)
         new: list[str] = []
         with self._transaction() as connection:
             for found, model in changed:

@@ -29,6 +29,8 @@ MAX_DEPTH = 3
 MAX_HEADER_BYTES = 100 * 2**20
 MAX_FILE_BYTES = 16 * 2**20
 """Size of a small file of a model, such as tokenizer_config.json."""
+REVISION = r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}"
+MAX_INTEGER = (1 << 63) - 1
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length")
 TASKS = {"embed": "embedding", "score": "score", "classify": "classify"}
 
@@ -51,10 +53,11 @@ def find_models(folders: tuple[str, ...]) -> Iterator[Found]:
         yield from (Found(str(path), path, _name_of(root, path)) for path in _below(root, MAX_DEPTH))
     for repository in sorted(Path(HF_HUB_CACHE).glob("models--*")):
         reference = repository / "refs" / "main"
-        if not reference.is_file():
+        revision = _text(reference).strip()
+        if not re.fullmatch(REVISION, revision):
             continue
         identity = repository.name.removeprefix("models--").replace("--", "/")
-        snapshot = repository / "snapshots" / reference.read_text().strip()
+        snapshot = repository / "snapshots" / revision
         if is_model(snapshot):
             yield Found(identity, snapshot, identity)
         for path in sorted(snapshot.glob("*.gguf")):
@@ -73,20 +76,36 @@ def digest_of(folder: Path) -> str:
     for name, size, changed in sorted(_files(folder)):
         digest.update(f"{name} {size} {changed}\n".encode())
     if not is_gguf(folder):
-        digest.update((folder / CONFIG).read_bytes())
+        digest.update(_content(folder / CONFIG))
     return digest.hexdigest()
 
 
 def describe(source: str, folder: Path, digest: str) -> Model:
     """Read what a model is. The number is 0. Raises ModelError for files that cannot be read."""
-    if is_gguf(folder):
-        return describe_gguf(source, folder)
     try:
-        config = json.loads((folder / CONFIG).read_text())
-        tensors = tensor_headers(folder)
-        files = list(_files(folder))
-    except (OSError, ValueError, TypeError) as error:
-        raise ModelError(f"{folder}: its files cannot be read: {error}") from error
+        model = describe_gguf(source, folder) if is_gguf(folder) else _describe_folder(source, folder, digest)
+        _check_values(model)
+        return model
+    except ModelError:
+        raise
+    except Exception as error:  # config.json and headers of tensors are anybody's, and may be wrong in any way
+        raise ModelError(f"{folder}: its files cannot be read: {error!r:.200}") from error
+
+
+def _check_values(model: Model) -> None:
+    """Raise ValueError for what the catalogue has no room for."""
+    for name in ("parameters", "context", "hidden", "vocabulary", "num_bytes"):
+        value = getattr(model, name)
+        if value is not None and (not isinstance(value, int) or not 0 <= value <= MAX_INTEGER):
+            raise ValueError(f"{name} is {value!r:.100}")
+    for text in (model.architecture, model.license or ""):
+        text.encode()
+
+
+def _describe_folder(source: str, folder: Path, digest: str) -> Model:
+    config = json.loads(_content(folder / CONFIG))
+    tensors = tensor_headers(folder)
+    files = list(_files(folder))
     text = config.get("text_config", config)
     return Model(
         id=0,
@@ -169,6 +188,8 @@ def tensor_headers(folder: Path) -> dict[str, Mapping[str, Any]]:
     """The headers of the tensors by name, as safetensors writes them."""
     tensors: dict[str, Mapping[str, Any]] = {}
     for path in folder.glob("model*.safetensors"):
+        if not path.is_file():  # opening a pipe would wait for somebody who writes into it
+            raise ValueError(f"{path.name} is no file")
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
             if size > min(MAX_HEADER_BYTES, path.stat().st_size):
@@ -233,9 +254,15 @@ def _license(folder: Path) -> str | None:
     return None if match is None else match[1]
 
 
+def _content(file: Path) -> bytes:
+    """Return a small file. Raises OSError for what is none, such as a pipe, which nobody may write into."""
+    if not file.is_file() or file.stat().st_size > MAX_FILE_BYTES:
+        raise OSError(f"{file} is no file of at most {MAX_FILE_BYTES} bytes")
+    return file.read_bytes()
+
+
 def _text(file: Path) -> str:
     try:
-        with file.open("rb") as opened:
-            return opened.read(MAX_FILE_BYTES).decode(errors="replace")
+        return _content(file).decode(errors="replace")
     except OSError:
         return ""

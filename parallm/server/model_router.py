@@ -27,7 +27,7 @@ from parallm.server.ollama.names import ollama_error_response
 from parallm.server.ollama.schemas import read_keep_alive
 from parallm.server.operation.auth import StoredKey, authorize, deadline_of
 from parallm.server.operation.middleware import Drain
-from parallm.server.operation.request_context import current_request
+from parallm.server.operation.request_context import UNIX, current_request
 from parallm.server.request_limits import SECONDS_PER_BYTE, BodyBudget, WorkerPool
 from parallm.server.settings import ServerSettings
 
@@ -84,7 +84,7 @@ class ModelRouter:
         context, headers = current_request.get(), Headers(scope=scope)
         assert context is not None, "RequestMiddleware is around it"
         if not context.is_local:
-            authorize("inference", headers, self._service.keys, self._service.settings)
+            authorize("inference", headers, self._service.keys + scope.get(UNIX, ()), self._service.settings)
         context.deadline = deadline_of(headers, self._service.settings)
         if self._drain.is_draining:
             await self._app(scope, receive, send)  # which refuses it
@@ -96,8 +96,9 @@ class ModelRouter:
         if named is None or (_only_unloads(scope["path"], body) and not self._pool.is_loaded(named)):
             await self._app(scope, replayed, send)
             return
-        lease = await while_connected(receive, self._lease(named, body))
+        leases: list[Lease] = []  # where a caller that is cancelled at the moment of the grant finds it
         try:
+            lease = await while_connected(receive, self._lease(named, body, leases))
             if named.overlay is not None:
                 text = json.dumps(overlaid(scope["path"], body, named.overlay)).encode()
                 scope, replayed = _with_body(scope, text, receive)
@@ -106,7 +107,8 @@ class ModelRouter:
             else:
                 await lease.app({**scope, LOAD_SECONDS: lease.seconds}, replayed, send)
         finally:
-            lease.release()
+            for granted in leases:
+                granted.release()
 
     async def _read(self, receive: Receive) -> Sequence[Message]:
         """Return the messages of the body; of one that is too long or too slow, those that came before."""
@@ -148,12 +150,14 @@ class ModelRouter:
         except (UnknownModel, InvalidRequest):
             return None
 
-    async def _lease(self, named: Named, body: Mapping[str, Any]) -> Lease:
+    async def _lease(self, named: Named, body: Mapping[str, Any], leases: list[Lease]) -> Lease:
         try:
             keep_alive = None if body.get("keep_alive") is None else read_keep_alive(body["keep_alive"])
         except ValueError:  # the route says so
             keep_alive = None
-        return await self._pool.lease(named, keep_alive if keep_alive is None or math.isfinite(keep_alive) else None)
+        is_known = keep_alive is None or math.isfinite(keep_alive)
+        leases.append(await self._pool.lease(named, keep_alive if is_known else None))
+        return leases[-1]
 
 
 def _only_unloads(path: str, body: Mapping[str, Any]) -> bool:

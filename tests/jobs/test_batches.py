@@ -75,6 +75,8 @@ ROW = {"custom_id": "a", "method": "POST", "url": COMPLETIONS, "body": {}}
         (json.dumps({**ROW, "url": "/v1/files"}).encode(), "mismatched_url", 1),
         (json.dumps({**ROW, "body": {"stream": True}}).encode(), "invalid_request", 1),
         (json.dumps({**ROW, "priority": 1}).encode(), "unknown_parameter", 1),
+        (json.dumps({**ROW, "body": {"model": "\ud800"}}).encode(), "invalid_json_line", 1),
+        (json.dumps({**ROW, "\ud800": 1}).encode(), "invalid_json_line", 1),
         (b'{"a": "' + b"a" * (5 << 20) + b'"}\n' + lines(["b"]), "line_too_long", 1),
     ],
 )
@@ -88,6 +90,18 @@ def test_a_wrong_file_fails_its_batch(
     assert batch.errors is not None
     assert (batch.errors.data[0].code, batch.errors.data[0].line) == (code, line)
     assert application.asked == []
+
+
+def test_a_batch_that_cannot_be_answered_does_not_end_those_of_others(bench: Bench, application: Application) -> None:
+    async def broken(path: str, body: Mapping[str, Any]) -> Answer:
+        if body["prompt"] == "a":
+            raise RecursionError
+        return await application(path, body)
+
+    first, second = bench.batch(["a"]), bench.batch(["b"])
+    assert asyncio.run(bench.until_over(second.id, broken)).status == "completed"
+    failed = bench.batches.get(first.id, None)
+    assert (failed.status, failed.errors and "RecursionError" in failed.errors.data[0].message) == ("failed", True)
 
 
 def test_more_requests_than_openai_takes_are_refused(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

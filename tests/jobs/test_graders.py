@@ -138,3 +138,17 @@ def test_a_line_without_what_the_grader_reads_is_found() -> None:
     for item in ({}, {"answer": 5}, {"answer": {"number": None}}):
         with pytest.raises(InvalidRequest, match=r"answer\.number"):
             check_item(grader, item)
+
+
+def test_a_template_that_repeats_the_completion_without_end_is_refused() -> None:
+    def grader(count: int) -> dict[str, object]:
+        return {
+            "type": "text_similarity",
+            "input": "{{sample.output_text}} " * count,
+            "reference": "a",
+            "evaluation_metric": "rouge_l",
+        }
+
+    read_grader(grader(8))
+    with pytest.raises(InvalidRequest, match="9 times, the limit is 8"):
+        read_grader(grader(9))

@@ -117,3 +117,16 @@ def test_hyperparameters_are_honoured() -> None:
 )
 def test_models_have_names_of_openais_form(base: str, suffix: str, name: str) -> None:
     assert tuned_name(base, suffix, "ftjob-0123456789abcdef") == name
+
+
+def test_rows_that_are_nested_too_deeply_are_refused_at_every_depth(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    problems, refusals = [], set[str]()
+    for depth in range(100, 1100):
+        answer = "[" * depth + "]" * depth
+        file.write_text(f'{{"messages": [{json.dumps(USER)}], "reference_answer": {answer}}}')
+        try:
+            problems += read_problems(file, GRADER, "train")
+        except ProblemError as error:
+            refusals.add(str(error).partition(":")[0])
+    assert (0 < len(problems) < 1000, refusals) == (True, {"line 1 is no JSON"})

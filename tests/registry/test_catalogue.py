@@ -178,6 +178,61 @@ async def test_a_folder_that_cannot_be_read_is_left_out(catalogue: Catalogue, mo
     assert await catalogue.scan() == ("Acme/Chat:latest", "coder:latest")
 
 
+def header(**tensor: object) -> bytes:
+    text = json.dumps({"model.embed_tokens.weight": tensor}).encode()
+    return len(text).to_bytes(8, "little") + text
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("config.json", b"[]"),
+        ("config.json", b"[" * 100_000),
+        ("config.json", b'{"text_config": 1}'),
+        ("config.json", b'{"max_position_embeddings": "x"}'),
+        ("config.json", b'{"max_position_embeddings": 1e400}'),
+        ("config.json", b'{"hidden_size": [1]}'),
+        ("config.json", b'{"vocab_size": 99999999999999999999}'),
+        ("config.json", b'{"model_type": "\\ud800"}'),
+        ("config.json", b"{}" + b" " * (17 << 20)),
+        ("model.safetensors", header(dtype="F32")),
+        ("model.safetensors", header(dtype="F32", shape=["a"])),
+        ("model.safetensors", header(dtype="F32", shape=[1 << 62, 1 << 62])),
+        ("model.safetensors", header(dtype="F32", shape=[-1])),
+        ("model.gguf", b"GGUF"),
+    ],
+)
+@on_loop
+async def test_a_hostile_folder_is_left_out(catalogue: Catalogue, models: Path, name: str, content: bytes) -> None:
+    (write_folder(models / "hostile") / name).write_bytes(content)
+    if name.endswith(".gguf"):
+        (models / "hostile" / "config.json").unlink()
+    assert await catalogue.scan() == ("Acme/Chat:latest", "coder:latest")
+
+
+@pytest.mark.parametrize("name", ["model-2.safetensors", "README.md", "tokenizer_config.json", "modules.json"])
+@on_loop
+async def test_a_pipe_among_the_files_of_a_model_does_not_stop_a_scan(
+    catalogue: Catalogue, models: Path, name: str
+) -> None:
+    file = write_folder(models / "hostile") / name
+    file.unlink(missing_ok=True)
+    os.mkfifo(file)
+    found = await asyncio.wait_for(catalogue.scan(), 20)
+    assert found == ("Acme/Chat:latest", "coder:latest", *(() if name.startswith("model-") else ("hostile:latest",)))
+
+
+@on_loop
+async def test_names_of_files_that_are_no_text_are_left_out(catalogue: Catalogue, models: Path, tmp_path: Path) -> None:
+    write_folder(models / os.fsdecode(b"bad-\xff"))
+    reference = tmp_path / "hub" / "models--acme--tiny" / "refs" / "main"
+    reference.parent.mkdir(parents=True)
+    for content in (b"\xff", b"a\0b", b"../../../../models/coder"):
+        reference.write_bytes(content)
+        await catalogue.scan()
+        assert await names_of(catalogue) == ["Acme/Chat:latest", "coder:latest"]
+
+
 @on_loop
 async def test_two_processes_may_change_one_catalogue(catalogue: Catalogue) -> None:
     other = Catalogue(catalogue.folder)

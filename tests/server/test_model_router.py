@@ -1,14 +1,23 @@
 """The router of models: which paths lease a model, and what overlays make of bodies."""
 
+import asyncio
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from starlette.types import Message, Receive, Scope, Send
 
-from parallm.registry.records import Overlay
+from parallm.errors import EngineStopped
+from parallm.registry.pool import Lease, Pool
+from parallm.registry.records import Named, Overlay
+from parallm.server.failures import WrongKey
 from parallm.server.model_overlays import overlaid
-from parallm.server.model_router import LEASING
-from parallm.server.operation.auth import ROLES
+from parallm.server.model_router import LEASING, ModelRouter
+from parallm.server.operation.auth import ROLES, StoredKey, owner_key
+from parallm.server.operation.middleware import Drain
+from parallm.server.operation.request_context import UNIX, RequestContext, current_request
+from parallm.server.request_limits import BodyBudget, WorkerPool
+from parallm.server.settings import ServerSettings
 
 OF_THIS_PROCESS = frozenset(
     (
@@ -87,3 +96,69 @@ def test_an_overlay_adds_what_a_body_does_not_say(
     path: str, body: Mapping[str, Any], expected: Mapping[str, Any]
 ) -> None:
     assert overlaid(path, body, POET) == expected
+
+
+class OneModel:
+    """Service and pool of a router: a model with its number of leases."""
+
+    settings = ServerSettings()
+    keys = (StoredKey("client", "inference", b""),)
+    bodies, workers = BodyBudget(1 << 20), WorkerPool()
+
+    def __init__(self) -> None:
+        self.num_leases = 0
+        self.asking: asyncio.Task[None] | None = None
+
+    def serves(self, name: str) -> bool:
+        return False
+
+    async def describe(self, name: str) -> Named:
+        return Named(name=name, model=None)  # type: ignore[arg-type]  # nobody looks at it
+
+    async def lease(self, named: Named, keep_alive: float | None = None) -> Lease:
+        self.num_leases += 1
+        if self.asking is not None:
+            self.asking.cancel()
+        return Lease(None, 0.0, self._release)
+
+    def _release(self) -> None:
+        self.num_leases -= 1
+
+
+async def ask(model: OneModel, **scope: Any) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        assert model.num_leases == 1
+
+    body: list[Message] = [{"type": "http.request", "body": b'{"model": "tiny"}', "more_body": False}]
+
+    async def receive() -> Message:
+        return body.pop() if body else await asyncio.Event().wait() and {}
+
+    async def send(message: Message) -> None:
+        raise EngineStopped
+
+    current_request.set(RequestContext(request_id="a"))
+    router = ModelRouter(app, service=model, pool=cast(Pool, model), drain=Drain())
+    headers = [(b"authorization", b"Bearer secret")]
+    await router(
+        {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers, **scope}, receive, send
+    )
+
+
+def test_the_key_of_a_unix_socket_counts_there_beside_the_servers() -> None:
+    model = OneModel()
+    asyncio.run(ask(model, **{UNIX: (owner_key("secret"),)}))
+    with pytest.raises(WrongKey):
+        asyncio.run(ask(model))
+    assert model.num_leases == 0
+
+
+def test_a_request_that_is_cancelled_at_the_moment_of_its_lease_gives_it_back() -> None:
+    async def cancelled() -> int:
+        model = OneModel()
+        model.asking = asyncio.create_task(ask(model, **{UNIX: (owner_key("secret"),)}))
+        await asyncio.gather(model.asking, return_exceptions=True)
+        assert model.asking.cancelled()
+        return model.num_leases
+
+    assert asyncio.run(cancelled()) == 0

@@ -4,6 +4,8 @@ import asyncio
 import hashlib
 import json
 import os
+import resource
+import signal
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
@@ -218,6 +220,27 @@ def test_files_that_are_no_model_leave_nothing(call: Call, models: CatalogueMode
     assert error_of(create(call, files={"config.json": digest}))
     assert not any((models.folder / "models").glob("*"))
     assert call("HEAD", f"/api/blobs/{digest}").status_code == 200  # the client corrects its files
+
+
+def test_a_file_called_as_its_folder_is_refused_and_other_models_stay(call: Call, models: CatalogueModels) -> None:
+    other = write_folder(models.folder / "models" / "other")
+    digest = upload(call, b"no model")
+    assert "must be relative" in error_of(create(call, files={".": digest}))
+    assert other.is_dir()
+
+
+def test_a_disk_that_takes_a_part_of_a_blob_does_not_keep_it(call: Call, models: CatalogueModels) -> None:
+    content = b"a" * 4000
+    path = f"/api/blobs/sha256:{hashlib.sha256(content).hexdigest()}"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        assert call("POST", path, content=content).status_code == 507
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+    assert list((models.folder / "blobs").iterdir()) == []
 
 
 def test_an_adapter_is_kept_as_long_as_its_name(call: Call, models: CatalogueModels) -> None:

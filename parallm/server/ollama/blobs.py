@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Collection, Mapping
 from pathlib import Path, PurePosixPath
+from typing import BinaryIO
 
 from parallm.errors import InvalidRequest, NotStored
 
@@ -45,24 +46,25 @@ async def store_blob(path: Path, chunks: AsyncIterator[bytes]) -> None:
     except OSError as error:
         raise NotStored(f"the blob cannot be written: {error}; nothing is") from error
 
-    def write(content: bytes) -> None:
+    def write(file: BinaryIO, content: bytes) -> None:
         digest.update(content)
-        os.write(number, content)
+        file.write(content)
+        file.flush()  # a disk that is nearly full takes a part, and refuses the rest here
 
     try:
-        async for chunk in chunks:
-            piece += chunk
-            if len(piece) >= PIECE:
-                await asyncio.to_thread(write, bytes(piece))
-                piece.clear()
-        await asyncio.to_thread(write, bytes(piece))
+        with os.fdopen(number, "wb") as file:
+            async for chunk in chunks:
+                piece += chunk
+                if len(piece) >= PIECE:
+                    await asyncio.to_thread(write, file, bytes(piece))
+                    piece.clear()
+            await asyncio.to_thread(write, file, bytes(piece))
         if f"sha256-{digest.hexdigest()}" != path.name:
             raise InvalidRequest(f"digest mismatch: the content is sha256:{digest.hexdigest()}", "digest")
         Path(name).replace(path)
     except OSError as error:
         raise NotStored(f"the blob cannot be written: {error}; nothing is") from error
     finally:
-        os.close(number)
         Path(name).unlink(missing_ok=True)
 
 
@@ -86,10 +88,7 @@ def link_blobs(folder: Path, kind: str, files: Mapping[str, str]) -> Path:
 
 
 def link_model(folder: Path, model: Path) -> Path:
-    """Return a new folder with links to the files of a model anywhere on this disk, or to its one file.
-
-    Raises NotStored.
-    """
+    """Return a new folder with links to the files of a model on this disk, or to its one file. Raises NotStored."""
     made = folder / MODELS / uuid.uuid4().hex
     hidden = made.with_name(f".{made.name}")
     try:
@@ -100,7 +99,7 @@ def link_model(folder: Path, model: Path) -> Path:
     except OSError as error:
         shutil.rmtree(hidden, ignore_errors=True)
         raise NotStored(f"the model's folder cannot be written: {error}; nothing is") from error
-    return made / model.name if model.is_file() else made
+    return made
 
 
 def sweep(folder: Path, adapters: Collection[str]) -> None:
@@ -108,7 +107,7 @@ def sweep(folder: Path, adapters: Collection[str]) -> None:
     for path in (folder / ADAPTERS).glob("*"):
         if str(path) not in adapters:
             shutil.rmtree(path, ignore_errors=True)
-    for path in (folder / BLOBS).glob("sha256-*"):
+    for path in (folder / BLOBS).glob("*"):  # those that an ended process has left half written, too
         found = path.stat()
         if found.st_nlink == 1 and time.time() - found.st_mtime > SECONDS_TO_CREATE:
             path.unlink(missing_ok=True)
@@ -117,6 +116,6 @@ def sweep(folder: Path, adapters: Collection[str]) -> None:
 def _checked(name: str) -> str:
     """Return a name of a file below a folder. Raises InvalidRequest for one that leads elsewhere."""
     path = PurePosixPath(name)
-    if not name or path.is_absolute() or ".." in path.parts or "\\" in name or "\0" in name or str(path) != name:
+    if not path.parts or path.is_absolute() or ".." in path.parts or "\\" in name or "\0" in name or str(path) != name:
         raise InvalidRequest(f"file path must be relative, without .. and backslashes; it is {name[:100]!r}", "files")
     return name

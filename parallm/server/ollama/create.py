@@ -84,8 +84,9 @@ async def create(service: Service, models: Models, name: str, body: OllamaCreate
         elif body.source:
             source = body.source
             if own_name(service, source) == BASE:
-                made.append(await asyncio.to_thread(link_model, models.folder, Path(own_base(service).model.folder)))
-                source = str(made[-1])
+                base = Path(own_base(service).model.folder)
+                made.append(await asyncio.to_thread(link_model, models.folder, base))
+                source = str(made[-1] / base.name if base.is_file() else made[-1])
         else:
             raise InvalidRequest("neither 'from' or 'files' was specified", "from")
         if body.adapters:
@@ -99,7 +100,7 @@ async def create(service: Service, models: Models, name: str, body: OllamaCreate
         await models.create(name, source, None if overlay == Overlay() else overlay)
     except (ParallmError, asyncio.CancelledError, GeneratorExit):
         for path in made:
-            await asyncio.shield(asyncio.to_thread(rmtree, path if path.is_dir() else path.parent, True))
+            await asyncio.shield(asyncio.to_thread(rmtree, path, True))
         raise
     yield Progress(status="success")
 
