@@ -51,6 +51,7 @@ class Overlay:
 
     system: str | None = None
     """System message of chats that bring none."""
+    template: str | None = None
     parameters: Mapping[str, Any] = field(default_factory=dict)
     """Defaults of requests, by Ollama's names."""
     messages: tuple[Mapping[str, str], ...] = ()

@@ -235,7 +235,7 @@ def template_of(service: Service, card: Card) -> str:
     """Return the chat template of a model, which may be read from its files."""
     if card.is_own:
         return service.tokenizer.template_source
-    return chat_template(Path(card.model.folder))
+    return card.overlay.template or chat_template(Path(card.model.folder))
 
 
 def page_of(card: Card, template: str) -> ModelPage:
