@@ -586,7 +586,7 @@ def test_a_broken_recipe_is_named(start: Start, tmp_path: Path) -> None:
 def test_a_recipe_with_a_wrong_key_is_explained(start: Start, tmp_path: Path) -> None:
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes" / "mine.yaml").write_text("# mine\nlearner: {learning_rat: 1e-3}\n")
-    assert "learner.learning_rat: unknown key, did you mean learning_rate?" in failed_start(start("+recipe=mine"), 2)
+    assert "learner.learning_rat: unknown key, did you mean learning_rate?" in failed_start(start("+recipe=mine"), 78)
 
 
 def test_a_dataset_without_answers_is_named(start: Start, tmp_path: Path) -> None:

@@ -15,9 +15,10 @@ from parallm.log_files import LogFile
 
 ROOT = Path(__file__).parent.parent
 WRITER = """
-import logging, sys
+import logging, signal, sys
 from parallm import interrupts
 from parallm.log_files import LogFile
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may have been started by nohup
 if sys.argv[2] == "outlives":
     interrupts.outlive_hang_up()
 logger = logging.getLogger("x")

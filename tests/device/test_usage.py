@@ -59,4 +59,4 @@ def test_shares_are_those_of_the_governor_and_change_one_by_one() -> None:
     report.set_shares(serving_share=None, engine_share=None, serving_latency_target=0.0)
     assert governor.serving_latency_target is None
     assert set(report.memory()) == {"active", "peak", "cache"}
-    assert set(report.seconds()) == {"serving", "rollout", "encoding", "learning"}
+    assert set(report.seconds()) == {"serving", "rollout", "encoding", "loading", "learning"}

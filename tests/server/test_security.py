@@ -66,7 +66,7 @@ def make(engine: Any, tokenizer: Any) -> Make:
     """An application with these settings."""
 
     def build(adapters: AdapterStore | None = None, **settings: Any) -> FastAPI:
-        found = ServerSettings(**{"max_body_bytes": 20_000, "max_adapter_bytes": 100_000} | settings)
+        found = ServerSettings(**{"max_body_bytes": 20_000, "max_adapter_bytes": 100_000, "ollama": True} | settings)
         return make_app(engine, tokenizer, settings=found, keys=read_keys(found), adapters=adapters)
 
     return build

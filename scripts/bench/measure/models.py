@@ -16,7 +16,7 @@ from bench.processes import work
     },
     minutes=2,
 )
-def loads(request: Request) -> Figures:
+def model_loads(request: Request) -> Figures:
     """Mean time between tokens of a stream while another model loads, over that of the stream alone; the longest gap.
 
     The control loads in one call, between two steps of the stream.
