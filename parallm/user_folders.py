@@ -1,4 +1,4 @@
-"""The folders of a user where a server and its clients meet: for its socket, its log and its configuration."""
+"""The folders of a user where a server and its clients meet: for its socket, log, catalogue and configuration."""
 
 import os
 import sys
@@ -27,6 +27,12 @@ def state_folder(environment: Mapping[str, str] = os.environ) -> Path:
         return _home(environment) / "Library/Logs" / MAC_NAME
     folder = environment.get("XDG_STATE_HOME")
     return (Path(folder) if folder else _home(environment) / ".local/state") / NAME
+
+
+def data_folder(environment: Mapping[str, str] = os.environ) -> Path:
+    """Return the folder of what a server keeps for its user, such as its catalogue."""
+    folder = environment.get("XDG_DATA_HOME")
+    return (Path(folder) if folder else _home(environment) / ".local/share") / NAME
 
 
 def config_file(environment: Mapping[str, str] = os.environ) -> Path | None:

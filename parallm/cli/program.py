@@ -178,7 +178,7 @@ def _copy(parser: Parser) -> None:
 def _create(parser: Parser) -> None:
     parser.add_argument("name", metavar="NAME")
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("-f", "--file", metavar="FILE", help="a Modelfile")
+    source.add_argument("-f", "--file", metavar="FILE", help="a Modelfile with FROM, SYSTEM, PARAMETER and MESSAGE")
     source.add_argument("--from", dest="source", metavar="MODEL", help="a name, a folder or a hub id in the cache")
     parser.add_argument("--system", metavar="TEXT", help="message before every conversation")
 

@@ -1,5 +1,6 @@
 """The texts by which a service manager keeps a server running: systemd's service and socket, launchd's agent."""
 
+import os
 import plistlib
 import re
 from collections.abc import Mapping, Sequence
@@ -8,7 +9,7 @@ from dataclasses import dataclass
 MARK = "Written by `parallm service install`."
 STOP_SECONDS = 30
 """Time to end beyond that for the last answers."""
-WRONG_CONFIG = 78
+WRONG_CONFIG = os.EX_CONFIG
 """Exit code after which a start in the same way ends in the same way."""
 LABEL = "io.parallm.serve"
 MAX_LOG_BYTES = 10_000_000

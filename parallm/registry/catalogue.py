@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from parallm.errors import ConfigError, ModelError, NotStored, UnknownModel
+from parallm.model.adapters.names import catalogue_key
 from parallm.registry.discovery import Found, describe, digest_of, find_models, is_model
-from parallm.registry.records import Model, Named, Overlay, key_of, normal_name
+from parallm.registry.records import Model, Named, Overlay, normal_name
 
 FILE = "catalogue.sqlite"
 OWN_MODELS = "models"
@@ -160,7 +161,7 @@ class Catalogue:
         found = next(self._select("WHERE names.name = ?", (normal_name(name),)), None)
         if found is None:
             names = [row[0] for row in self._connection.execute("SELECT name FROM names ORDER BY name")]
-            close = get_close_matches(key_of(name), names, 3) or names[:8]
+            close = get_close_matches(catalogue_key(name), names, 3) or names[:8]
             there = f"such as {', '.join(close)}" if close else "there are none"
             raise UnknownModel(f"no model {name[:200]!r} is registered; GET /v1/models shows those that are, {there}")
         return found
@@ -269,11 +270,6 @@ class Catalogue:
                 "(SELECT id FROM loads WHERE model_id = ? ORDER BY id DESC LIMIT ?)",
                 (model_id, model_id, KEPT_LOADS),
             )
-
-
-def default_folder() -> Path:
-    """The folder of this user's catalogue."""
-    return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "parallm" / "registry"
 
 
 def _connect(folder: Path) -> sqlite3.Connection:

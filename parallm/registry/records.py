@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from parallm.errors import InvalidRequest
-from parallm.model.adapters.names import catalogue_key
+from parallm.types import LATEST
 
-LATEST_TAG = "latest"
 MAX_SEGMENT = 96
 SEGMENT = rf"[A-Za-z0-9_][A-Za-z0-9._-]{{0,{MAX_SEGMENT - 1}}}"
 NAME = re.compile(rf"((?:{SEGMENT}/){{0,2}}{SEGMENT})(?::({SEGMENT}))?")
@@ -108,9 +107,4 @@ def normal_name(text: str) -> str:
             "slashes, and perhaps a tag: qwen/qwen3:8b",
             "model",
         )
-    return f"{match[1]}:{match[2] or LATEST_TAG}"
-
-
-def key_of(name: str) -> str:
-    """Return what two spellings of one name have in common. Raises as `normal_name`."""
-    return catalogue_key(normal_name(name))
+    return f"{match[1]}:{match[2] or LATEST}"

@@ -24,7 +24,7 @@ from parallm.model.kernels.cuda import on_cuda
 from parallm.model.load import find_folder, load_units, read_tokenizer
 from parallm.model.settings import LoraSettings, ModelSettings
 from parallm.model.shared_model import SharedModel
-from parallm.registry.catalogue import Catalogue, default_folder
+from parallm.registry.catalogue import Catalogue
 from parallm.registry.pool import OwnModel, Pool
 from parallm.registry.records import Model, Named
 from parallm.registry.settings import RegistrySettings
@@ -37,6 +37,7 @@ from parallm.server.service import Service
 from parallm.tasks.encoder import Encoder
 from parallm.tasks.predictor import Predictor
 from parallm.types import BASE, POLICY
+from parallm.user_folders import data_folder
 
 BUDGET_SHARE = 0.5
 """Share of the free memory for models of the catalogue, where `registry.memory_bytes` is not set."""
@@ -69,7 +70,7 @@ async def open_pool(
     if not settings.enabled:
         yield None
         return
-    folder = default_folder() if settings.folder is None else Path(settings.folder).expanduser()
+    folder = data_folder() / "registry" if settings.folder is None else Path(settings.folder).expanduser()
     catalogue = await asyncio.to_thread(Catalogue, folder, settings.folders)
     limit = runtime.engine.stats().kv_bytes_limit
     budget = settings.memory_bytes or int(BUDGET_SHARE * max(0, free_memory() - limit))

@@ -16,6 +16,7 @@ from pydantic_core import ErrorDetails, from_json
 from parallm.errors import InvalidRequest
 
 MAX_INT = 2**31 - 1  # token ids and counts are 32-bit in the engine's arrays
+ModelName = Annotated[str, Field(min_length=1, max_length=512)]
 FIRST_FAULT = Field(fail_fast=True)  # or a body of a million wrong items makes a million error objects
 
 

@@ -30,7 +30,7 @@ def versioned(name: str, version: int) -> str:
 
 def catalogue_key(name: str) -> str:
     """Return what all spellings of a catalogue's name have in common: small letters, and a tag."""
-    tag = "" if ":" in name.rpartition("/")[2] else ":latest"
+    tag = "" if ":" in name.rpartition("/")[2] else f":{LATEST}"
     return name.lower() + tag
 
 

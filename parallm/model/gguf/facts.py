@@ -25,12 +25,10 @@ class GgufFacts:
     """Such as Q4_K_M, Q8_0 or F16."""
     context: int
     hidden: int
-    layers: int
     vocabulary: int
     chat_template: str | None
     pooling: str | None
     """How vectors of texts are pooled, if the model was made for them."""
-    name: str | None
     license: str | None
 
 
@@ -49,11 +47,9 @@ def read_facts(path: Path) -> GgufFacts:
         quantization=MIXTURES.get(file.integer("general.file_type", 0, least=0), usual),
         context=file.integer(f"{own}context_length"),
         hidden=file.integer(f"{own}embedding_length"),
-        layers=file.integer(f"{own}block_count"),
         vocabulary=file.tensors["token_embd.weight"].shape[0],
         chat_template=_text(file, "tokenizer.chat_template"),
         pooling=POOLING.get(file.integer(f"{own}pooling_type", 0, least=0)),
-        name=_text(file, "general.name"),
         license=_text(file, "general.license"),
     )
 

@@ -13,10 +13,8 @@ from parallm.server.connection import body_of, json_response
 from parallm.server.control.routes_adapters import store, unload_model
 from parallm.server.interfaces import Models
 from parallm.server.ollama.schemas import KeepAlive
-from parallm.server.schemas import Done, Wire
+from parallm.server.schemas import Done, ModelName, Wire
 from parallm.server.service import Service
-
-ModelName = Annotated[str, Field(min_length=1, max_length=512)]
 
 
 class ModelNameBody(Wire):

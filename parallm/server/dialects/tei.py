@@ -17,7 +17,7 @@ from parallm import __version__
 from parallm.errors import InvalidRequest, ParallmError
 from parallm.server.connection import received, while_connected
 from parallm.server.failures import failure_of
-from parallm.server.schemas import Wire, checked, read_object
+from parallm.server.schemas import ModelName, Wire, checked, read_object
 from parallm.server.service import Service
 from parallm.server.tasks.pairs import Pairs, read_pairs, scored
 from parallm.server.tasks.texts import (
@@ -25,7 +25,6 @@ from parallm.server.tasks.texts import (
     Chosen,
     Cut,
     Inputs,
-    ModelName,
     Texts,
     choose,
     labels_of,

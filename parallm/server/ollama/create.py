@@ -20,8 +20,7 @@ from parallm.server.ollama.modelfile import read_modelfile
 from parallm.server.ollama.names import own_name
 from parallm.server.ollama.options import read_options
 from parallm.server.ollama.pull import Progress
-from parallm.server.ollama.schemas import ModelName
-from parallm.server.schemas import Wire
+from parallm.server.schemas import ModelName, Wire
 from parallm.server.service import Service
 from parallm.types import BASE
 

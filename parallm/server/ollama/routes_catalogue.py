@@ -21,8 +21,8 @@ from parallm.server.ollama.names import OllamaRoute, model_called, own_name
 from parallm.server.ollama.pull import Progress, Pulls, hub_id_of
 from parallm.server.ollama.routes_generate import LINES
 from parallm.server.ollama.routes_models import asked_name
-from parallm.server.ollama.schemas import ModelName, OllamaError, object_of
-from parallm.server.schemas import Wire, checked
+from parallm.server.ollama.schemas import OllamaError, object_of
+from parallm.server.schemas import ModelName, Wire, checked
 from parallm.server.service import Service
 
 

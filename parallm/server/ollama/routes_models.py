@@ -23,8 +23,8 @@ from parallm.server.ollama.cards import (
     tensors_of,
 )
 from parallm.server.ollama.names import OllamaRoute, model_called
-from parallm.server.ollama.schemas import ModelName, object_of
-from parallm.server.schemas import Wire, checked
+from parallm.server.ollama.schemas import object_of
+from parallm.server.schemas import ModelName, Wire, checked
 from parallm.server.service import Service
 
 VERSION = "0.12.0"

@@ -8,9 +8,8 @@ from pydantic import BeforeValidator, Field, PlainValidator
 
 from parallm.errors import InvalidRequest
 from parallm.server.openai.chat_schemas import MAX_TOOLS, FunctionTool
-from parallm.server.schemas import FIRST_FAULT, Wire, read_object, read_tokens
+from parallm.server.schemas import FIRST_FAULT, ModelName, Wire, read_object, read_tokens
 
-ModelName = Annotated[str, Field(min_length=1, max_length=512)]
 Think = bool | Literal["low", "medium", "high", "max"]
 UNITS = {"ns": 1e-9, "us": 1e-6, "\u00b5s": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 """Seconds of the units that durations of Go are written in."""

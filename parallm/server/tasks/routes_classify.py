@@ -13,14 +13,13 @@ from starlette.responses import Response
 
 from parallm.errors import InvalidRequest
 from parallm.server.connection import json_response, received, while_connected
-from parallm.server.schemas import Wire, parse_body
+from parallm.server.schemas import ModelName, Wire, parse_body
 from parallm.server.service import Service
 from parallm.server.tasks.routes_embeddings import SECONDS_PER_NUMBER, as_base64
 from parallm.server.tasks.texts import (
     Chosen,
     Cut,
     Inputs,
-    ModelName,
     Side,
     Usage,
     choose,

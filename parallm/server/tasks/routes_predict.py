@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from parallm.errors import InvalidRequest
 from parallm.server.connection import json_response, received, while_connected
-from parallm.server.schemas import Wire, checked, read_object
+from parallm.server.schemas import ModelName, Wire, checked, read_object
 from parallm.server.service import Service
 from parallm.server.tasks.predictions import TensorModel, check_answer, choose, choose_outputs, predict, prepare
 from parallm.server.tasks.tensors import (
@@ -22,7 +22,6 @@ from parallm.server.tasks.tensors import (
     tensor_of,
     unread,
 )
-from parallm.server.tasks.texts import ModelName
 from parallm.tensors import Arrays, TensorSpec
 
 

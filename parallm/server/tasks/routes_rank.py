@@ -16,10 +16,10 @@ from starlette.responses import Response
 from parallm.errors import InvalidRequest
 from parallm.server.connection import json_response, received
 from parallm.server.dialects.tei import is_tei, tei_rerank
-from parallm.server.schemas import Wire, checked, read_object
+from parallm.server.schemas import ModelName, Wire, checked, read_object
 from parallm.server.service import Service
 from parallm.server.tasks.pairs import Pairs, scored
-from parallm.server.tasks.texts import Cut, ModelName, Side, Texts, Usage, usage_of
+from parallm.server.tasks.texts import Cut, Side, Texts, Usage, usage_of
 from parallm.types import EncodeRequest
 
 COHERE = "/v2/rerank"

@@ -19,7 +19,7 @@ from parallm.model.adapters.names import versioned
 from parallm.seeds import mix_all
 from parallm.server.connection import json_response, read_body, received, while_connected
 from parallm.server.interfaces import Actor
-from parallm.server.schemas import Done, Wire, parse_body
+from parallm.server.schemas import Done, ModelName, Wire, parse_body
 from parallm.server.service import Service
 from parallm.server.tasks.predictions import check_answer
 from parallm.server.tasks.tensors import (
@@ -34,7 +34,6 @@ from parallm.server.tasks.tensors import (
     tensor_of,
     unread,
 )
-from parallm.server.tasks.texts import ModelName
 from parallm.tensors import Actions, ActRequest, Array, Datatype, PolicyCard, Role, TensorSpec, datatype_of
 
 MAX_SEED = (1 << 64) - 1

@@ -24,7 +24,6 @@ MAX_INPUTS = 2048
 
 Input: TypeAlias = str | list[int]
 Side = Literal["left", "right"]
-ModelName = Annotated[str, Field(min_length=1, max_length=512)]
 
 
 def read_inputs(value: object) -> list[Input]:
