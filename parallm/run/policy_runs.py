@@ -28,6 +28,7 @@ from parallm.metrics.eta import Schedule
 from parallm.metrics.formatting import short_path
 from parallm.metrics.log_capture import PROGRESS
 from parallm.metrics.record import RunRecorder
+from parallm.metrics.rollout_folder import RolloutFolder
 from parallm.metrics.settings import MetricsSettings
 from parallm.model.adapters.table import AdapterTable
 from parallm.reports import TrainingStatus
@@ -81,6 +82,8 @@ class PolicyRun:
     """The trajectories of Atropos environments, for rollout=atropos."""
     given_updates: GivenUpdates | None
     """Updates on trajectories of clients; None for supervised training, reward models and several workers."""
+    rollouts: RolloutFolder | None
+    """The completions of its steps; None where none are kept."""
 
     @property
     def name(self) -> str:
