@@ -35,7 +35,7 @@ class Faults:
     def __init__(self, groups: Sequence[TrajectoryGroup]) -> None:
         self._culprits: dict[FaultKind, list[Culprit]] = {}
         self.completions: list[Culprit] = []
-        """Where each completion of `groups` stood before others were dropped."""
+        """The completions of `groups`, with the places that they had before others were dropped."""
         left_out: list[Culprit] = []
         self.groups: list[TrajectoryGroup] = []
         """The groups without dropped completions."""

@@ -66,7 +66,7 @@ class StepRollouts:
     """Unix seconds when the step ended."""
     groups: Sequence[TrajectoryGroup]
     learned: Mapping[tuple[int, int], LearnedCompletion] = field(default_factory=dict)
-    """By the index of a group among `groups`, and that of the completion in it; others were not trained on."""
+    """Keys are the index of a group among `groups` and that of the completion in it; others were not trained on."""
     is_kept: bool = False
     """Whether its file stays when others make room."""
 
