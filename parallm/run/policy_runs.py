@@ -26,10 +26,12 @@ from parallm.integrations.atropos.source import AtroposSource
 from parallm.metrics.display import Display
 from parallm.metrics.eta import Schedule
 from parallm.metrics.formatting import short_path
+from parallm.metrics.live_run import LiveRun, WatchedDisplay
 from parallm.metrics.log_capture import PROGRESS
 from parallm.metrics.record import RunRecorder
 from parallm.metrics.rollout_folder import RolloutFolder
 from parallm.metrics.settings import MetricsSettings
+from parallm.metrics.watching import Watching
 from parallm.model.adapters.table import AdapterTable
 from parallm.reports import TrainingStatus
 from parallm.rollout.live.source import LiveSource
@@ -138,6 +140,31 @@ def make_policy_specs(
         )
         for name, policy in configs.items()
     )
+
+
+def watched(
+    specs: Sequence[PolicySpec], schedules: Mapping[str, Schedule], folder: Path
+) -> tuple[tuple[PolicySpec, ...], Watching]:
+    """Return the policies with recorders and displays that tell their news, and what tells them on."""
+    watching = Watching(run_id=f"{folder.absolute().parent.name}~{folder.absolute().name}")
+    watching.runs = {spec.name: LiveRun(spec.name, watching.news, schedules[spec.name]) for spec in specs}
+    for spec in specs:
+        spec.recorder.live = watching.runs[spec.name]
+    return tuple(
+        dataclasses.replace(spec, display=WatchedDisplay(spec.display, watching.runs[spec.name])) for spec in specs
+    ), watching
+
+
+async def begin_watching(watching: Watching, policies: Sequence[PolicyRun]) -> None:
+    """Fill the histories with what resumed runs have written, and let statuses be those of the trainers."""
+    for policy in policies:
+        live = watching.runs[policy.name]
+        await asyncio.to_thread(live.load, policy.spec.folder)
+        live.status = partial(_status_of, policy)
+
+
+def _status_of(policy: PolicyRun) -> TrainingStatus:
+    return policy.status
 
 
 async def train_all(runs: Sequence[PolicyRun]) -> dict[str, BaseException]:

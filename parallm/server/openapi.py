@@ -130,6 +130,30 @@ PROCESS = {
     "num_waiting": 0,
 }
 STATUS = {"state": "paused", "step": 4, "total_steps": 200, "version": 4, "metrics": {"reward/mean": 0.61}}
+SESSION = {
+    "role": "admin",
+    "key": "me",
+    "has_keys": True,
+    "control_routes": True,
+    "serves": True,
+    "trains": ["policy"],
+    "learns_live": [],
+    "loads_adapters": True,
+    "base": "nano",
+    "max_context": 512,
+    "run": "arithmetic_grpo~2026-01-31_22-04-10",
+    "version": "0.1.0",
+    "now": 1769893450.1,
+}
+HISTORY = {
+    "epoch": "b71e03aa",
+    "first": 1,
+    "last": 40,
+    "bucket": 32,
+    "starts": [1, 33],
+    "columns": {"reward/mean": {"low": [0.1, 0.4], "high": [0.5, 0.6], "last": [0.45, 0.58]}},
+    "constant": {"faults/total": 0},
+}
 TRAINER = {
     "api": replicas.API,
     "session": "5f0c1a",
@@ -465,6 +489,11 @@ _DOCUMENTS: Mapping[str, Row] = {
     "GET /health_generate": Row((), (Done,)),
     ", ".join(f"POST {path}" for path in identity.ABSENT_PATHS): Row(),
     "GET /, HEAD /": Row(media_type="text/plain"),
+    "GET /v1/session": Row(answer_example=SESSION),
+    "GET /v1/events": Row(media_type="text/event-stream", errors=(429,)),
+    "GET /v1/runs/{run}/history": Row(answer_example=HISTORY),
+    "GET /dashboard, GET /dashboard/": Row(media_type="text/html"),
+    "GET /dashboard/{digest}/{path}": Row(media_type="text/javascript", errors=(404,)),
     "GET /api/version, HEAD /api/version": Row((), (ollama_models.VersionAnswer,)),
     "GET /api/tags, HEAD /api/tags": Row((), (ollama_cards.ModelTags,)),
     "GET /api/ps": Row((), (ollama_cards.LoadedModels,)),
