@@ -12,6 +12,7 @@ from parallm.metrics.eta import Eta, Schedule
 from parallm.metrics.history import History
 from parallm.metrics.json_lines import read_rows
 from parallm.metrics.news import News
+from parallm.metrics.rollout_folder import RolloutFolder
 from parallm.metrics.step import StepMetrics
 from parallm.reports import EvaluationReport, TrainingStatus
 
@@ -31,6 +32,8 @@ class LiveRun:
         self.eta = Eta(schedule)
         self.status: Callable[[], TrainingStatus] = lambda: TrainingStatus(state="starting")
         """Status of the trainer; replaced as soon as there is one."""
+        self.rollouts: RolloutFolder | None = None
+        """Completions of its steps; None where none are kept."""
         self._news = news
         self._shown: Mapping[str, Any] = {}
         self._done = (0, 0)  # problems of an evaluation at work

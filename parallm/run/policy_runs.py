@@ -161,6 +161,7 @@ async def begin_watching(watching: Watching, policies: Sequence[PolicyRun]) -> N
         live = watching.runs[policy.name]
         await asyncio.to_thread(live.load, policy.spec.folder)
         live.status = partial(_status_of, policy)
+        live.rollouts = policy.rollouts
 
 
 def _status_of(policy: PolicyRun) -> TrainingStatus:

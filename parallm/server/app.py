@@ -29,6 +29,7 @@ from parallm.server.control.routes_trajectories import trajectory_routes
 from parallm.server.dashboard.measurement import measure
 from parallm.server.dashboard.routes_events import event_routes
 from parallm.server.dashboard.routes_page import page_routes
+from parallm.server.dashboard.routes_rollouts import rollout_routes
 from parallm.server.dashboard.routes_runs import run_routes
 from parallm.server.dashboard.routes_session import session_routes
 from parallm.server.dialects.kserve import kserve_routes
@@ -89,7 +90,7 @@ ROUTES: Sequence[Callable[[Service], APIRouter]] = (
     batch_routes,
     fine_tuning_routes,
 )
-DASHBOARD_ROUTES: Sequence[Callable[[Service], APIRouter]] = (page_routes, session_routes, run_routes)
+DASHBOARD_ROUTES: Sequence[Callable[[Service], APIRouter]] = (page_routes, session_routes, run_routes, rollout_routes)
 """Routes that exist with `server.dashboard` alone."""
 OLLAMA_ROUTES: Sequence[Callable[[Service], APIRouter]] = (
     generation_routes,

@@ -137,6 +137,8 @@ _ROUTES: Mapping[Role, Mapping[str, str]] = {
         "GET": """
             /debug/training /v1/training/status
             /v1/events /v1/runs/{run}/history
+            /v1/runs/{run}/rollouts /v1/runs/{run}/rollouts/{step} /v1/runs/{run}/rollouts/{step}/{group}
+            /v1/trajectories/recent
             /v1/fine_tuning/jobs /v1/fine_tuning/jobs/{job_id}
             /v1/fine_tuning/jobs/{job_id}/events /v1/fine_tuning/jobs/{job_id}/checkpoints
         """,
