@@ -67,7 +67,7 @@ function show(parts) {
   const { session, status, history, run } = state;
   const row = run && run !== "current" ? state.runs.find((one) => one.id === run) : null;
   const policies = row?.policies?.length ? row.policies : (session?.trains ?? []);
-  const step = status.step ?? row?.step ?? history?.last ?? null;
+  const step = Math.max(status.step ?? row?.step ?? 0, history?.last ?? 0) || null;
   const total = status.total_steps || row?.total_steps || null;
   write(parts.run, (run === "current" ? session?.run : run)?.split("~")[0] ?? (session ? session.base : ""));
   if (run) parts.run.title = run === "current" ? (session.run ?? "") : run;
