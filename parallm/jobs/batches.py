@@ -100,13 +100,17 @@ class Batches:
         self._changed = asyncio.Event()
         """Set when a batch is made or to be cancelled."""
         self._looks: dict[str, asyncio.Event] = {}
-        """Of the batches at work: set when they are to look whether they go on."""
+        """Events of the batches at work, set when a batch is to look whether it goes on."""
         self._retries = Retries(time.monotonic)
 
     def pending_files(self) -> list[str]:
         """Ids of output files that are about to become files of clients."""
         ids = [(batch.output_file_id, batch.error_file_id) for batch in self._table.all(("finalizing",))]
         return [file_id for pair in ids for file_id in pair if file_id is not None]
+
+    def has_open(self) -> bool:
+        """Return whether a batch is not over."""
+        return bool(self._table.page(groups=OPEN_BATCHES, limit=1).records)
 
     def reader_of(self, file_id: str) -> str | None:
         """Return the open batch that reads this file."""
