@@ -115,7 +115,7 @@ class Pacing:
     def refuse_steps(self, reason: str) -> None:
         """Raise Unavailable with `reason` in all callers of `step`; those of a pause begin no step any more."""
         for _, future in self._steps:
-            _settle(future, error=Unavailable(reason))
+            settle(future, error=Unavailable(reason))
         self._steps = []
         if self._allowed is not None:
             self._allowed = 0

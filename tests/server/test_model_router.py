@@ -106,6 +106,7 @@ class OneModel:
     workers = WorkerPool()
 
     def __init__(self) -> None:
+        self.text = b'{"model": "tiny"}'
         self.num_leases = 0
         self.bodies = BodyBudget(1 << 20)
         self.loading = 0
@@ -129,12 +130,12 @@ class OneModel:
         self.num_leases -= 1
 
 
-async def ask(model: OneModel, text: bytes = b'{"model": "tiny"}', **scope: Any) -> None:
+async def ask(model: OneModel, **scope: Any) -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         assert (model.num_leases, model.bodies.num_bytes) == (1, 0)
-        assert (await receive())["body"] == text
+        assert (await receive())["body"] == model.text
 
-    body: list[Message] = [{"type": "http.request", "body": text, "more_body": False}]
+    body: list[Message] = [{"type": "http.request", "body": model.text, "more_body": False}]
 
     async def receive() -> Message:
         return body.pop() if body else await asyncio.Event().wait() and {}
@@ -170,9 +171,10 @@ def test_a_request_that_is_cancelled_at_the_moment_of_its_lease_gives_it_back() 
 
 
 def test_a_body_counts_while_its_model_loads() -> None:
-    model, text = OneModel(), b'{"model": "tiny", "prompt": "%s"}' % (b"a" * 100_000)
-    asyncio.run(ask(model, text, **{UNIX: (owner_key("secret"),)}))
-    assert (model.loading, model.bodies.num_bytes) == (len(text), 0)
+    model = OneModel()
+    model.text = b'{"model": "tiny", "prompt": "%s"}' % (b"a" * 100_000)
+    asyncio.run(ask(model, **{UNIX: (owner_key("secret"),)}))
+    assert (model.loading, model.bodies.num_bytes) == (len(model.text), 0)
     model.bodies = BodyBudget(90_000)
     with pytest.raises(EngineFull):
-        asyncio.run(ask(model, text, **{UNIX: (owner_key("secret"),)}))
+        asyncio.run(ask(model, **{UNIX: (owner_key("secret"),)}))
