@@ -1,88 +1,97 @@
-"""A server that trains nothing, with runs whose steps a test reports."""
+"""A browser for the tests of the page: Debian's chromium, driven by playwright."""
 
-import asyncio
-import json
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
-from fastapi import FastAPI
+from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
 
-from parallm.metrics.live_run import LiveRun
-from parallm.metrics.watching import Watching
-from parallm.reports import TrainingStatus
-from parallm.server.operation.http_server import HttpServer
-from parallm.server.operation.sockets import bind
-from parallm.server.settings import ServerSettings
-from tests.server.conftest import CharacterTokenizer, EchoEngine, make_app
+from tests.dashboard.answers import Answers
+from tests.dashboard.stage import Stage
 
-FREE_PORT = ServerSettings(port=0, drain_seconds=5)
-RUN = "sums~2026-01-31_22-04-10"
+PAGE = Path(__file__).parents[2] / "parallm" / "server" / "dashboard" / "page"
+# without them chromium knocks at a network that may be closed
+QUIET = (
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--no-first-run",
+)
+
+
+def chromium() -> str | None:
+    return os.environ.get("PARALLM_CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-headless-shell")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """A browser of the module: one of the session would keep playwright's event loop open beside other tests'."""
+    path = chromium()
+    if path is None:
+        if os.environ.get("CI"):
+            pytest.fail("no chromium: .ci/run installs it by apt-get")
+        pytest.skip("no chromium; apt-get install chromium, or set PARALLM_CHROMIUM")
+    with sync_playwright() as playwright:
+        opened = playwright.chromium.launch(executable_path=path, args=list(QUIET))
+        yield opened
+        opened.close()
+
+
+class Watched:
+    """A page with what went wrong in it."""
+
+    def __init__(self, context: BrowserContext, own: str) -> None:
+        self.page: Page = context.new_page()
+        self.errors: list[str] = []
+        self.elsewhere: list[str] = []
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.page.on("request", lambda request: self._note(request.url, own))
+        self.page.on("dialog", lambda dialog: self._dialog(dialog))
+
+    def _note(self, url: str, own: str) -> None:
+        if not url.startswith((own, "data:", "blob:")):
+            self.elsewhere.append(url)
+
+    def _dialog(self, dialog: Any) -> None:
+        self.errors.append(f"dialog: {dialog.message}")
+        dialog.dismiss()
+
+
+OpenPage = Callable[..., Watched]
 
 
 @pytest.fixture
-def live() -> LiveRun:
-    return LiveRun("policy", Watching().news, None)
+def open_page(browser: Browser) -> Iterator[OpenPage]:
+    """Open the page of a stage at an address such as `#log`; fails at the end if a script failed or a request went
+    elsewhere."""
+    contexts: list[BrowserContext] = []
+    opened: list[Watched] = []
+
+    def open_one(stage: Stage, address: str = "#overview", **options: Any) -> Watched:
+        context = browser.new_context(
+            **{"viewport": {"width": 1440, "height": 900}, "reduced_motion": "reduce"} | options
+        )
+        contexts.append(context)
+        watched = Watched(context, stage.url.removesuffix("dashboard/"))
+        opened.append(watched)
+        watched.page.goto(stage.url + address)
+        return watched
+
+    yield open_one
+    for context in contexts:
+        context.close()
+    assert [watched.errors for watched in opened if watched.errors] == []
+    assert [watched.elsewhere for watched in opened if watched.elsewhere] == []
 
 
-@pytest.fixture
-def watching() -> Watching:
-    """One policy in training."""
-    watching = Watching(run_id=RUN)
-    run = LiveRun("policy", watching.news, None)
-    run.status = lambda: TrainingStatus(state="updating", step=len(run.history), total_steps=100)
-    watching.runs = {"policy": run}
-    return watching
-
-
-@pytest.fixture
-def app(watching: Watching) -> FastAPI:
-    return application(watching)
-
-
-def application(watching: Watching, **fields: Any) -> FastAPI:
-    settings = fields.pop("settings", FREE_PORT)
-    return make_app(EchoEngine(), CharacterTokenizer(), settings=settings, watching=watching, **fields)
-
-
-def row(step: int, **numbers: float) -> dict[str, Any]:
-    return {"step": step, "time": 1_700_000_000.0 + step, "reward/mean": step / 8, **numbers}
-
-
-@asynccontextmanager
-async def served(app: FastAPI, settings: ServerSettings = FREE_PORT) -> AsyncIterator[httpx.AsyncClient]:
-    """Serve on a free port and yield a client of it."""
-    server = HttpServer(app, bind(settings), settings)
-    await server.start()
-    try:
-        async with httpx.AsyncClient(base_url=server.url, timeout=20) as client:
-            yield client
-    finally:
-        await server.stop()
-
-
-class Page:
-    """The events of one open stream, as a page reads them."""
-
-    def __init__(self, response: httpx.Response) -> None:
-        self._lines = response.aiter_lines()
-
-    async def next(self, *kinds: str) -> Mapping[str, Any]:
-        """Return the data of the next event, or of the next one of these kinds, with its kind as `event`."""
-        kind = ""
-        async with asyncio.timeout(20):
-            async for line in self._lines:
-                if line.startswith("event: "):
-                    kind = line.removeprefix("event: ")
-                elif line.startswith("data: ") and (not kinds or kind in kinds):
-                    return {"event": kind, **json.loads(line.removeprefix("data: "))}
-        raise EOFError("the stream has ended")
-
-
-@asynccontextmanager
-async def opened(client: httpx.AsyncClient, path: str = "/v1/events", **headers: str) -> AsyncIterator[Page]:
-    async with client.stream("GET", path, headers=headers) as response:
-        assert response.status_code == 200, (await response.aread()).decode()
-        yield Page(response)
+@pytest.fixture(scope="module")
+def stage() -> Iterator[Stage]:
+    """A stage with a run of 200 steps."""
+    with Stage(Answers()) as made:
+        yield made

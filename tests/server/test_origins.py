@@ -65,7 +65,7 @@ def test_no_route_answers_what_a_foreign_page_sends(
     key = {"Authorization": f"Bearer {KEY}"} if with_keys else {}
     foreign = asyncio.run(send_all(app, [(*route, key | dict(headers)) for route in routes]))
     assert [answer.url.path for answer in foreign if answer.status_code != 403] == []
-    ending = [route for route in routes if not route[1].endswith("/v1/events")]  # see tests/dashboard/test_events.py
+    ending = [route for route in routes if not route[1].endswith("/v1/events")]  # see tests/watching/test_events.py
     own = asyncio.run(send_all(app, [(*route, key) for route in ending]))
     assert [answer.url.path for answer in own if answer.status_code == 403] == []
     assert len(routes) > 75

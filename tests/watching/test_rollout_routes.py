@@ -15,7 +15,7 @@ from parallm.metrics.rollout_folder import file_name
 from parallm.metrics.token_texts import TokenTexts
 from parallm.metrics.watching import Watching
 from parallm.types import FaultyEpisode
-from tests.dashboard.conftest import RUN
+from tests.watching.conftest import RUN
 from tests.metrics.test_rollout_format import STEP, group, learned, trajectory
 
 Get = Callable[..., httpx.Response]

@@ -9,7 +9,7 @@ import pytest
 from fastapi import FastAPI
 
 from parallm.metrics.watching import Watching
-from tests.dashboard.conftest import application, row, served
+from tests.watching.conftest import application, row, served
 from tests.server.conftest import send_to
 
 PATH = "/v1/runs/current/history"
