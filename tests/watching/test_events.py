@@ -15,8 +15,8 @@ from parallm.server.operation.auth import read_keys
 from parallm.server.operation.http_server import HttpServer
 from parallm.server.operation.sockets import bind
 from parallm.server.settings import ApiKey, ServerSettings
-from tests.watching.conftest import FREE_PORT, application, opened, row, served
 from tests.server.conftest import send_to
+from tests.watching.conftest import FREE_PORT, application, opened, row, served
 
 KEYS = {role: f"{role}-0123456789abcdef" for role in ("inference", "training")}
 API_KEYS = tuple(

@@ -15,8 +15,8 @@ from parallm.metrics.rollout_folder import file_name
 from parallm.metrics.token_texts import TokenTexts
 from parallm.metrics.watching import Watching
 from parallm.types import FaultyEpisode
-from tests.watching.conftest import RUN
 from tests.metrics.test_rollout_format import STEP, group, learned, trajectory
+from tests.watching.conftest import RUN
 
 Get = Callable[..., httpx.Response]
 GROUPS = "/v1/runs/current/rollouts/7"
