@@ -5,7 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
@@ -18,7 +17,7 @@ from parallm.types import FaultyEpisode
 from tests.metrics.test_rollout_format import STEP, group, learned, trajectory
 from tests.watching.conftest import RUN
 
-Get = Callable[..., httpx.Response]
+Get = Callable[..., Any]
 GROUPS = "/v1/runs/current/rollouts/7"
 
 

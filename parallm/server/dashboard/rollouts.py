@@ -48,7 +48,7 @@ def groups_answer(folder: RolloutFolder, step: int, chosen: GroupFilter) -> dict
     """Return the groups of a step, without their texts. Raises UnknownObject, RolloutsDamaged."""
     file = folder.read(step)
     groups = [(place, group) for place, group in enumerate(file.groups) if _is_chosen(group, chosen)]
-    groups.sort(key=lambda pair: _sort_key(file, *pair, chosen.sort))
+    groups.sort(key=lambda pair: _sort_key(file, pair[0], pair[1], chosen.sort))
     return {
         "step": step,
         "time": file.summary["time"],
