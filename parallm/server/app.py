@@ -26,6 +26,7 @@ from parallm.server.control.routes_replicas import replica_routes
 from parallm.server.control.routes_splits import split_routes
 from parallm.server.control.routes_training import training_routes
 from parallm.server.control.routes_trajectories import trajectory_routes
+from parallm.server.dashboard.routes_page import page_routes
 from parallm.server.dialects.kserve import kserve_routes
 from parallm.server.dialects.routes_generate import generate_routes
 from parallm.server.dialects.routes_identity import absent_routes, identity_routes
@@ -84,6 +85,8 @@ ROUTES: Sequence[Callable[[Service], APIRouter]] = (
     batch_routes,
     fine_tuning_routes,
 )
+DASHBOARD_ROUTES: Sequence[Callable[[Service], APIRouter]] = (page_routes,)
+"""Routes that exist with `server.dashboard` alone."""
 OLLAMA_ROUTES: Sequence[Callable[[Service], APIRouter]] = (
     generation_routes,
     embed_routes,
@@ -115,7 +118,11 @@ def create_app(service: Service, pool: Pool | None = None) -> FastAPI:
     setattr(app, "openapi", cache(partial(openapi_document, app, has_keys=has_keys)))  # noqa: B010
     app.add_route("/docs", _docs)
     service.request_metrics.registry.register(ServiceCollector(service))
-    chosen = [*ROUTES, *(OLLAMA_ROUTES if settings.ollama else ())]
+    chosen = [
+        *ROUTES,
+        *(DASHBOARD_ROUTES if settings.dashboard else ()),
+        *(OLLAMA_ROUTES if settings.ollama else ()),
+    ]
     routers = [*(routes(service) for routes in chosen), operation_routes(service, drain)]
     check_roles(routers)
     for router in routers:

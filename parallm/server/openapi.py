@@ -465,6 +465,8 @@ _DOCUMENTS: Mapping[str, Row] = {
     "GET /health_generate": Row((), (Done,)),
     ", ".join(f"POST {path}" for path in identity.ABSENT_PATHS): Row(),
     "GET /, HEAD /": Row(media_type="text/plain"),
+    "GET /dashboard, GET /dashboard/": Row(media_type="text/html"),
+    "GET /dashboard/{digest}/{path}": Row(media_type="text/javascript", errors=(404,)),
     "GET /api/version, HEAD /api/version": Row((), (ollama_models.VersionAnswer,)),
     "GET /api/tags, HEAD /api/tags": Row((), (ollama_cards.ModelTags,)),
     "GET /api/ps": Row((), (ollama_cards.LoadedModels,)),

@@ -100,7 +100,10 @@ Role = Literal["public"] | KeyRole
 
 _ROUTES: Mapping[Role, Mapping[str, str]] = {
     "public": {
-        "GET": "/health /ready /v2/health/live /v2/health/ready / /api/version",
+        "GET": """
+            /health /ready /v2/health/live /v2/health/ready / /api/version
+            /dashboard /dashboard/ /dashboard/{digest}/{path}
+        """,
         "HEAD": "/ /api/version",
     },
     "inference": {

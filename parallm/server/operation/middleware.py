@@ -22,6 +22,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from parallm.errors import InvalidRequest, ParallmError
 from parallm.server.connection import announced_bytes, error_response
+from parallm.server.dashboard.assets import HEADERS as PAGE_HEADERS
+from parallm.server.dashboard.assets import PREFIX as PAGE
 from parallm.server.failures import ForeignHost, ForeignOrigin, failure_of
 from parallm.server.operation.request_context import LOCAL, UNIX, RequestContext, current_request, request_log
 from parallm.server.operation.request_metrics import HttpMetrics
@@ -36,7 +38,7 @@ MAX_UNREAD = 1 << 20
 sending may see that before the answer."""
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 HOST = re.compile(r"(?:\[(?P<address>[0-9a-fA-F:.]+)\]|(?P<name>[A-Za-z0-9._-]+))(?::\d*)?")
-PAGES = ("/docs", "/docs/try", "/openapi.json")
+PAGES = ("/docs", "/docs/try", "/openapi.json", "/", PAGE, f"{PAGE}/")
 """Paths that a link of any page may lead to."""
 VIEWS = frozenset({"/health", "/ready", "/metrics", "/v1/metrics", "/v1/status"})
 """Paths that programs ask again and again although nobody uses the server."""
@@ -169,6 +171,8 @@ class RequestMiddleware:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 MutableHeaders(scope=message)["x-request-id"] = context.request_id
+                if scope["path"].startswith(PAGE):
+                    MutableHeaders(scope=message).update(PAGE_HEADERS)
                 if not is_read:  # else uvicorn reads the remaining body, however long, to keep the connection
                     MutableHeaders(scope=message)["connection"] = "close"
             await send(message)
