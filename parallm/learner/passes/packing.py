@@ -2,9 +2,9 @@
 
 Linear layers, norms and rotary embeddings see every token as a row, so they compute no padding. Only attention and
 recurrences know which tokens belong together: a prompt is computed once, its completions attend to its keys and values,
-and begin with its states. Gradients flow back into the prompt through them. With our CUDA kernels a layer attends in one launch, whatever the lengths, and
-the flat sequence is padded to one of few sizes: MLX then finds buffers and CUDA graphs of an earlier pass. Elsewhere,
-and for rows that are long and equal, each rectangle of rows attends in a call.
+and begin with its states. Gradients flow back into the prompt through them. With our CUDA kernels a layer attends in
+one launch, whatever the lengths, and the flat sequence is padded to one of few sizes: MLX then finds buffers and CUDA
+graphs of an earlier pass. Elsewhere, and for rows that are long and equal, each rectangle of rows attends in a call.
 
 Axes: M computed tokens, S sequences, G completions, T longest of their inputs, P prompt tokens, H key-value heads,
 Q query heads, D head size.

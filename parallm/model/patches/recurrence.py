@@ -2,8 +2,8 @@
 
 `install_recurrence` changes mlx-lm's modules once, when a model with states is loaded. A layer with `PackedStates` as
 its cache sees the tokens of all rows as one row: its linear layers and norms take every token by itself, and the
-functions here, which mix tokens, know the rows. A layer that mixes tokens by other means gives wrong numbers then, which
-`learner.passes.packing.can_pack` sees.
+functions here, which mix tokens, know the rows. A layer that mixes tokens by other means gives wrong numbers then,
+which `learner.passes.packing.can_pack` sees.
 
 Axes: M tokens, B rows, T tokens of a row, K width of a convolution.
 """
@@ -98,7 +98,7 @@ def install_recurrence(base: nn.Module) -> None:
     for layer in base.modules():
         if type(layer) is nn.Conv1d and is_short(layer):
             layer.__class__ = ShortConv
-    for kind in {type(layer) for layer in base.modules() if _is_mixer(layer)}:
+    for kind in _mixers(base):
         kind.__call__ = _over_packed_rows(kind.__call__)
 
 
@@ -149,7 +149,8 @@ def gated_delta_update(
     shifted = a.astype(mx.float32) + dt_bias
     log_a = -rate * nn.softplus(shifted) if lower_bound is None else lower_bound * mx.sigmoid(rate * shifted)
     beta = mx.sigmoid(b) * 2 if allow_neg_eigval else mx.sigmoid(b)
-    outputs, last = gated_delta(*(array.flatten(0, 1) for array in (q, k, v, log_a, beta)), state, rows)
+    q, k, flat_v, log_a, beta = (array.flatten(0, 1) for array in (q, k, v, log_a, beta))
+    outputs, last = gated_delta(q, k, flat_v, log_a, beta, state, rows)
     return outputs.reshape(v.shape), last
 
 
@@ -177,14 +178,16 @@ def ssm_update(
         return result
     step = mx.clip(nn.softplus(dt.astype(mx.float32) + dt_bias), *time_step_limit)
     log_a = -mx.exp(A_log.astype(mx.float32)) * step
-    flat = (array.flatten(0, 1) for array in (x * step[..., None], log_a, B, C))
-    outputs, last = ssd(*flat, state, rows)
+    stepped, log_a, B, C = (array.flatten(0, 1) for array in (x * step[..., None], log_a, B, C))
+    outputs, last = ssd(stepped, log_a, B, C, state, rows)
     return outputs.reshape(x.shape).astype(x.dtype) + x * D[:, None], last
 
 
-def _is_mixer(layer: nn.Module) -> bool:
-    """Whether a layer takes a cache, and no layer within it does."""
-    return _takes_cache(layer) and not any(_takes_cache(part) for part in layer.modules() if part is not layer)
+def _mixers(base: nn.Module) -> set[type[nn.Module]]:
+    """The classes of layers that take a cache, and contain none that does."""
+    taking = [layer for layer in base.modules() if _takes_cache(layer)]
+    outer = {type(layer) for layer in taking if sum(map(_takes_cache, layer.modules())) > 1}
+    return {type(layer) for layer in taking} - outer
 
 
 def _takes_cache(layer: nn.Module) -> bool:

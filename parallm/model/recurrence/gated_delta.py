@@ -18,7 +18,7 @@ import mlx.core as mx
 
 from parallm.model.kernels.cuda import on_cuda
 from parallm.model.recurrence.rows import PackedRows
-from parallm.model.recurrence.scan import Terms, recurrence
+from parallm.model.recurrence.scan import Decay, Terms, recurrence
 
 CPU_CHUNK, GPU_CHUNK = 32, 64
 """Tokens of a chunk. On a CPU 32 is fastest (1 head of 128); tensor cores want 64."""
@@ -50,7 +50,7 @@ def gated_delta(
 
 def _terms(q: mx.array, k: mx.array, v: mx.array, log_a: mx.array, b: mx.array) -> Terms:
     """The terms of a scan from chunks (N, C, H, ..) of the inputs."""
-    num_chunks, size, key_heads, key_size = k.shape
+    num_chunks, size, key_heads, _ = k.shape
     per_key = v.shape[2] // key_heads
 
     def by_head(array: mx.array) -> mx.array:
@@ -59,10 +59,10 @@ def _terms(q: mx.array, k: mx.array, v: mx.array, log_a: mx.array, b: mx.array) 
 
     q, k = (array.transpose(0, 2, 1, 3)[:, :, None] for array in (q, k))  # (N, Hk, 1, C, Dk)
     v, log_a, b = by_head(v), by_head(log_a), by_head(b)
-    total = mx.cumsum(log_a, axis=-2)  # (N, Hk, J, C, 1 or Dk)
-    of_keys, of_queries = _decayed_products(q, k, total)
-    decay, remaining = mx.exp(total), mx.exp(total[..., -1:, :] - total)
-    removed = b * decay * k
+    decay = Decay(log_a)  # (N, Hk, J, C, 1 or Dk)
+    from_start = decay.from_start()
+    of_keys, of_queries = _decayed_products(q, k, decay.between())
+    removed = b * from_start * k
     solved = _solve(b * of_keys, mx.concatenate([b * v, removed], axis=-1))
 
     def flat(array: mx.array) -> mx.array:
@@ -71,22 +71,19 @@ def _terms(q: mx.array, k: mx.array, v: mx.array, log_a: mx.array, b: mx.array) 
     return Terms(
         values=flat(solved[..., : v.shape[-1]]),
         removals=flat(solved[..., v.shape[-1] :]),
-        readouts=flat(decay * q),
-        updates=flat(remaining * k),
-        inner=flat(mx.tril(of_queries)),
-        decay=flat(decay[..., -1:, :]),
+        readouts=flat(from_start * q),
+        updates=flat(decay.to_end() * k),
+        inner=flat(of_queries),
+        decay=flat(from_start[..., -1:, :]),
     )
 
 
-def _decayed_products(q: mx.array, k: mx.array, total: mx.array) -> tuple[mx.array, mx.array]:
-    """Products of keys, and of queries, with keys, times the decay between them: (N, Hk, J, C, C), right up to the
-    diagonal."""
-    if total.shape[-1] == 1:
-        decay = mx.exp(mx.minimum(total - total.swapaxes(-1, -2), 0))
-        return decay * (k @ k.swapaxes(-1, -2)), decay * (q @ k.swapaxes(-1, -2))
-    between = total[..., :, None, :] - total[..., None, :, :]
-    keys = k[..., None, :, :] * mx.exp(mx.minimum(between, 0))  # (N, Hk, J, C, C, Dk)
-    of_keys, of_queries = ((keys * rows[..., :, None, :]).sum(axis=-1) for rows in (k, q))
+def _decayed_products(q: mx.array, k: mx.array, between: mx.array) -> tuple[mx.array, mx.array]:
+    """Products of keys, and of queries, with the keys up to their own, times the decay between: (N, Hk, J, C, C)."""
+    if between.ndim == k.ndim:
+        return between * (k @ k.swapaxes(-1, -2)), between * (q @ k.swapaxes(-1, -2))
+    decayed = between * k[..., None, :, :]  # (N, Hk, J, C, C, Dk)
+    of_keys, of_queries = ((decayed * rows[..., :, None, :]).sum(axis=-1) for rows in (k, q))
     return of_keys, of_queries
 
 
@@ -112,8 +109,9 @@ def _solved_gradient(
 
 
 def inverse_unit_lower(lower: mx.array) -> mx.array:
-    """(I + L)^-1 of strictly lower triangular L (.., C, C), by merging the inverses of blocks on the diagonal; as stable
-    as substitution, where powers of L overflow if keys repeat."""
+    """(I + L)^-1 of strictly lower triangular L (.., C, C), by merging the inverses of blocks on the diagonal.
+
+    As stable as substitution, where powers of L overflow if keys repeat."""
     size = lower.shape[-1]
     places = mx.arange(size)
     inverse = mx.broadcast_to(mx.eye(size), lower.shape)
@@ -125,5 +123,3 @@ def inverse_unit_lower(lower: mx.array) -> mx.array:
         inverse = inverse - (below if block == 1 else inverse @ below @ inverse)
         block *= 2
     return inverse
-
-

@@ -69,7 +69,7 @@ class PackedRows:
 
     @cache  # noqa: B019  as long as the rows live
     def history(self, size: int) -> tuple[Indices, Indices]:
-        """Every row with the `size` tokens before it, as indices of tokens (-1: none), and where each token is there."""
+        """Every row with the `size` tokens before it, as indices of tokens (-1: none); each token's place there."""
         parts: list[Indices] = []
         places = np.full(self.num_tokens, -1, np.int32)
         end = 0

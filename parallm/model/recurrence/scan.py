@@ -132,7 +132,8 @@ def _inverse(order: npt.NDArray[np.intp] | Indices) -> Indices:
 def _pass(
     terms: Terms, own: mx.array, stage: Stage, state: mx.array, states: list[mx.array], deltas: list[mx.array]
 ) -> mx.array:
-    """Pass the states of a stage's rows through its chunks; append what each chunk begins with and its corrected values.
+    """Pass the states of a stage's rows through its chunks; append what each chunk begins with, and U.
+
     Returns the states after all rows, in the order of the stage."""
     ended: list[mx.array] = []
     chunk = stage.first
@@ -196,8 +197,10 @@ def _pass_back(
     after: dict[int, mx.array],
     deltas: dict[int, mx.array],
 ) -> mx.array:
-    """Pass gradients of states back through a stage's chunks, from those after all its rows; keep, by the first chunk of
-    a step, the gradient of the states after it and of the corrected values. Returns those of the first states."""
+    """Pass gradients of states back through a stage's chunks, from those after all its rows.
+
+    Keeps, by the first chunk of a step, the gradients of the states after it, and of U. Returns those of the first
+    states."""
     chunk = stage.first + sum(stage.counts)
     ended = state
     state = ended[:0]
@@ -221,6 +224,31 @@ def _sums(branches: mx.array, parents: Indices, num_parents: int) -> mx.array:
     flat = branches.reshape(len(parents), -1)
     _, (sums,) = mx.vjp(lambda source: taken(source, parents), [mx.zeros((num_parents, flat.shape[1]))], [flat])
     return sums.reshape(num_parents, *branches.shape[1:])
+
+
+@dataclass(frozen=True, slots=True)
+class Decay:
+    """Products of gates within chunks, given log a (.., C, 1), or (.., C, D) for a gate per channel."""
+
+    log_a: mx.array
+
+    def from_start(self) -> mx.array:
+        """exp(G_t), of the shape of log a: the gates up to token t."""
+        return mx.exp(mx.cumsum(self.log_a, axis=-2))
+
+    def to_end(self) -> mx.array:
+        """exp(G_C - G_t): the gates after token t."""
+        return mx.exp(mx.cumsum(self.log_a, axis=-2, reverse=True, inclusive=False))
+
+    def between(self) -> mx.array:
+        """exp(G_t - G_i): the gates after token i up to t, zero where i is later; (.., C, C), or (.., C, C, D)."""
+        size = self.log_a.shape[-2]
+        place = mx.arange(size)
+        is_after, is_seen = ((compare(place[:, None], place))[..., None] for compare in (mx.greater, mx.greater_equal))
+        # differences of sums would lose the digits of slow gates after fast ones
+        sums = mx.cumsum(mx.where(is_after, self.log_a[..., :, None, :], 0), axis=-3)
+        gates = mx.exp(mx.where(is_seen, sums, -mx.inf))
+        return gates[..., 0] if gates.shape[-1] == 1 else gates
 
 
 def _transposed(array: mx.array) -> mx.array:

@@ -21,9 +21,7 @@ def short_conv(padded_BLC: mx.array, weight_CK1: mx.array, bias_C: mx.array | No
     return total if bias_C is None else total + bias_C
 
 
-def packed_short_conv(
-    flat_MC: mx.array, weight_CK1: mx.array, bias_C: mx.array | None, rows: PackedRows
-) -> mx.array:
+def packed_short_conv(flat_MC: mx.array, weight_CK1: mx.array, bias_C: mx.array | None, rows: PackedRows) -> mx.array:
     """The convolution of packed rows, each with zeros or the row that it continues before it, (M, C)."""
     tokens, places = rows.history(weight_CK1.shape[1] - 1)
     convolved_LC = short_conv(taken(flat_MC, tokens)[None], weight_CK1, bias_C)[0]

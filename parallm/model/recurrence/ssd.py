@@ -12,7 +12,7 @@ state size.
 import mlx.core as mx
 
 from parallm.model.recurrence.rows import PackedRows
-from parallm.model.recurrence.scan import Terms, recurrence
+from parallm.model.recurrence.scan import Decay, Terms, recurrence
 
 CHUNK = 64
 
@@ -48,13 +48,12 @@ def _terms(x: mx.array, log_a: mx.array, B: mx.array, C: mx.array) -> Terms:
         return array.reshape(num_chunks, groups * per_group, *array.shape[3:])
 
     B, C = (array.transpose(0, 2, 1, 3)[:, :, None] for array in (B, C))  # (N, G, 1, T, S)
-    total = mx.cumsum(by_head(log_a), axis=-2)  # (N, G, J, T, 1)
-    decay = mx.exp(total)
-    between = mx.exp(mx.minimum(total - total.swapaxes(-1, -2), 0))
+    decay = Decay(by_head(log_a))  # (N, G, J, T, 1)
+    from_start = decay.from_start()
     return Terms(
         values=flat(by_head(x)),
-        readouts=flat(decay * C),
-        updates=flat(mx.exp(total[..., -1:, :] - total) * B),
-        inner=flat(mx.tril(between * (C @ B.swapaxes(-1, -2)))),
-        decay=flat(decay[..., -1:, :]),
+        readouts=flat(from_start * C),
+        updates=flat(decay.to_end() * B),
+        inner=flat(decay.between() * (C @ B.swapaxes(-1, -2))),
+        decay=flat(from_start[..., -1:, :]),
     )
