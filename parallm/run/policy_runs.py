@@ -29,6 +29,7 @@ from parallm.metrics.formatting import short_path
 from parallm.metrics.log_capture import PROGRESS
 from parallm.metrics.record import RunRecorder
 from parallm.metrics.settings import MetricsSettings
+from parallm.metrics.step import FlatRow, evaluation_row
 from parallm.model.adapters.table import AdapterTable
 from parallm.reports import TrainingStatus
 from parallm.rollout.live.source import LiveSource
@@ -272,6 +273,25 @@ class TrainingControl:
         """Save after the present step and return the folder of each policy's checkpoint. Raises CheckpointError."""
         runs = self._chosen(policy)
         return self._by_name(runs, await asyncio.gather(*(run.trainer.pacing.checkpoint() for run in runs)))
+
+    async def evaluate(self, policy: str | None) -> Mapping[str, FlatRow]:
+        """Evaluate the newest versions after the present step, unless they were. Returns the rows by policy."""
+        runs = self._chosen(policy)
+        reports = await asyncio.gather(*(run.trainer.pacing.evaluate() for run in runs))
+        return {run.name: evaluation_row(report) for run, report in zip(runs, reports, strict=True)}
+
+    async def stop(self, policy: str | None) -> None:
+        """End training after the present step, save, and serve on. Returns when the policies have ended.
+
+        Raises TrainingStopped for one that could not save, or ended by another error.
+        """
+        runs = self._chosen(policy)
+        runs = [run for run in runs if not run.trainer.pacing.has_ended] or runs
+        for run in runs:
+            run.trainer.pacing.finish()
+        await asyncio.gather(*(run.trainer.pacing.ended() for run in runs))
+        if failures := [f"{run.name}: {run.status.message}" for run in runs if run.status.state == "failed"]:
+            raise TrainingStopped("; ".join(failures))
 
     def _chosen(self, policy: str | None) -> list[PolicyRun]:
         names = [run.name for run in self._runs]

@@ -95,6 +95,12 @@ class TrainingRun:
     def was_stopped(self) -> bool:
         return any(policy.trainer.was_stopped for policy in self.policies)
 
+    @property
+    def serves_on(self) -> bool:
+        """Whether a client has stopped training, and no signal the process."""
+        stopped = [policy.trainer.pacing for policy in self.policies if policy.trainer.was_stopped]
+        return bool(stopped) and all(pacing.serves_on for pacing in stopped)
+
     def describe(self) -> str:
         """Return what the run does, for a service manager."""
         status = combined_status({policy.name: policy.status for policy in self.policies})
@@ -235,7 +241,8 @@ async def _train(config: RunConfig, folder: Path, blas: BlasReport, parts: Singl
             parts.leave()
             if run.was_stopped:
                 run.display.message(how_to_resume(config, folder, run.policies))
-            elif config.trainer.keep_serving and run.server is not None:
+            is_to_serve = run.serves_on or (config.trainer.keep_serving and not run.was_stopped)
+            if is_to_serve and run.server is not None:
                 sys.stdout.write(f"training has ended; {shown_url(run.server.url)} answers until Ctrl-C\n")
                 await until_signal()
 

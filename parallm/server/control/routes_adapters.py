@@ -100,6 +100,16 @@ def adapter_routes(service: Service) -> APIRouter:
         await unload_model(service, store(given), model)
         return json_response(Done(status="ok"))
 
+    @router.get("/v1/adapters/{model}/archive")
+    async def archive(model: str) -> Response:
+        """Download `name`, `name@3` or `name@alias` as a zip archive, which `PUT /v1/adapters/{name}` takes."""
+        card, content = await store(given).archive(model)
+        headers = {
+            "Content-Disposition": f'attachment; filename="{versioned(card.name, card.version)}.zip"',
+            "X-Content-Type-Options": "nosniff",
+        }
+        return Response(content, media_type="application/zip", headers=headers)
+
     @router.post("/v1/adapters/promote")
     async def promote(http: Request) -> Response:
         """Let the bare name mean this version, be it older or newer."""

@@ -138,11 +138,13 @@ _ROUTES: Mapping[Role, Mapping[str, str]] = {
             /debug/training /v1/training/status
             /v1/fine_tuning/jobs /v1/fine_tuning/jobs/{job_id}
             /v1/fine_tuning/jobs/{job_id}/events /v1/fine_tuning/jobs/{job_id}/checkpoints
+            /v1/adapters/{model}/archive
         """,
         "PUT": "/v1/replica/versions/{version}",
         "POST": """
             /v1/training/pause /v1/training/resume /v1/training/update
             /training/checkpoint /v1/training/checkpoint
+            /v1/training/evaluate /v1/training/stop
             /v1/fine_tuning/jobs /v1/fine_tuning/jobs/{job_id}/cancel
             /v1/fine_tuning/jobs/{job_id}/pause /v1/fine_tuning/jobs/{job_id}/resume
             /v1/replica/join /v1/replica/generate /v1/replica/leave
