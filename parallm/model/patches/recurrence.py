@@ -10,10 +10,8 @@ Axes: M tokens, B rows, T tokens of a row, K width of a convolution.
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import wraps
-from threading import local
 from typing import Any
 
 import mlx.core as mx
@@ -23,8 +21,8 @@ from mlx_lm.models import ssm as mlx_lm_ssm
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
 from parallm.model.recurrence.gated_delta import gated_delta
-from parallm.model.recurrence.rows import PackedRows, whole_rows
-from parallm.model.recurrence.short_conv import is_short, packed_short_conv, short_conv
+from parallm.model.recurrence.rows import PackedRows, rows_in_use, using, whole_rows
+from parallm.model.recurrence.short_conv import ShortConv, is_short
 from parallm.model.recurrence.ssd import ssd
 
 _mlx_lm_gated_delta_update = mlx_lm_gated_delta.gated_delta_update
@@ -59,24 +57,6 @@ class PackedStates:
         """No mask, as there is no padding."""
 
 
-class _Packing(local):
-    """The rows that the layer sees which this thread runs now."""
-
-    rows: PackedRows | None = None
-
-
-_packing = _Packing()
-
-
-@contextmanager
-def _packed(rows: PackedRows) -> Iterator[None]:
-    _packing.rows = rows
-    try:
-        yield
-    finally:
-        _packing.rows = None
-
-
 def has_states(base: nn.Module) -> bool:
     """Whether layers of a model keep states beside keys and values."""
     caches = make_prompt_cache(base)
@@ -102,16 +82,6 @@ def install_recurrence(base: nn.Module) -> None:
         kind.__call__ = _over_packed_rows(kind.__call__)
 
 
-class ShortConv(nn.Conv1d):
-    """A convolution of a few tokens, each channel by itself; packed rows do not see each other's tokens."""
-
-    def __call__(self, x: mx.array) -> mx.array:
-        if _packing.rows is None:
-            return short_conv(x, self.weight, self.get("bias"))
-        flat_MC = x[0, self.weight.shape[1] - 1 :]
-        return packed_short_conv(flat_MC, self.weight, self.get("bias"), _packing.rows)[None]
-
-
 def gated_delta_update(
     q: mx.array,
     k: mx.array,
@@ -128,7 +98,7 @@ def gated_delta_update(
     allow_neg_eigval: bool = False,
 ) -> tuple[mx.array, mx.array]:
     """Stands in for mlx-lm's function of the same signature; one token, and rows with padding, are left to it."""
-    rows = _packing.rows or (whole_rows(*q.shape[:2]) if q.shape[1] > 1 and mask is None else None)
+    rows = rows_in_use() or (whole_rows(*q.shape[:2]) if q.shape[1] > 1 and mask is None else None)
     if rows is None:
         result: tuple[mx.array, mx.array] = _mlx_lm_gated_delta_update(
             q,
@@ -170,7 +140,7 @@ def ssm_update(
     """Stands in for mlx-lm's function of the same signature; one token, and rows with padding, are left to it."""
     x = hidden_states
     is_whole = x.shape[1] > 1 and mask is None and lengths is None
-    rows = _packing.rows or (whole_rows(*x.shape[:2]) if is_whole else None)
+    rows = rows_in_use() or (whole_rows(*x.shape[:2]) if is_whole else None)
     if rows is None:
         result: tuple[mx.array, mx.array] = _mlx_lm_ssm_update(
             x, A_log, B, C, D, dt, dt_bias, state, time_step_limit, mask, lengths
@@ -204,7 +174,7 @@ def _over_packed_rows(call: Callable[..., Any]) -> Callable[..., Any]:
         caches = [given for given in (*arguments, *options.values()) if isinstance(given, PackedStates)]
         if not caches:
             return call(layer, *arguments, **options)
-        with _packed(caches[0].rows):
+        with using(caches[0].rows):
             turned = call(layer, *map(_turned, arguments), **{name: _turned(given) for name, given in options.items()})
         return _turned(turned)
 

@@ -8,9 +8,11 @@ rows that take part in a step are always the first ones of their stage.
 Axes: M tokens, R rows, N chunks of all rows, C tokens of a chunk, W width.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
+from threading import local
 
 import mlx.core as mx
 import numpy as np
@@ -117,6 +119,28 @@ class Chunks:
     def scattered(self, chunks_NCX: mx.array) -> mx.array:
         """The inverse of `gathered`."""
         return rearranged(chunks_NCX.flatten(0, 1), self._places_M)
+
+
+class _InUse(local):
+    rows: PackedRows | None = None
+
+
+_in_use = _InUse()
+
+
+@contextmanager
+def using(rows: PackedRows) -> Iterator[None]:
+    """Inside the block, in this thread, functions that mix tokens are given the tokens of these rows as one row."""
+    _in_use.rows = rows
+    try:
+        yield
+    finally:
+        _in_use.rows = None
+
+
+def rows_in_use() -> PackedRows | None:
+    """The rows of `using`; None outside of it."""
+    return _in_use.rows
 
 
 @lru_cache(maxsize=64)

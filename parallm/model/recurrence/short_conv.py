@@ -9,7 +9,7 @@ Axes: B rows, T tokens, K width of the convolution, C channels, M tokens of a fl
 import mlx.core as mx
 import mlx.nn as nn
 
-from parallm.model.recurrence.rows import PackedRows, taken
+from parallm.model.recurrence.rows import PackedRows, rows_in_use, taken
 
 
 def short_conv(padded_BLC: mx.array, weight_CK1: mx.array, bias_C: mx.array | None) -> mx.array:
@@ -27,6 +27,18 @@ def packed_short_conv(flat_MC: mx.array, weight_CK1: mx.array, bias_C: mx.array 
     convolved_LC = short_conv(taken(flat_MC, tokens)[None], weight_CK1, bias_C)[0]
     # outputs begin K - 1 tokens after the inputs
     return taken(convolved_LC, places - (weight_CK1.shape[1] - 1) * (places >= 0))
+
+
+class ShortConv(nn.Conv1d):
+    """Such a convolution as a module; packed rows do not see each other's tokens."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        rows = rows_in_use()
+        if rows is None:
+            return short_conv(x, self.weight, self.get("bias"))
+        # the row of packed tokens begins with zeros
+        flat_MC = x[0, self.weight.shape[1] - 1 :]
+        return packed_short_conv(flat_MC, self.weight, self.get("bias"), rows)[None]
 
 
 def is_short(conv: nn.Conv1d) -> bool:

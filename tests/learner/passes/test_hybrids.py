@@ -15,7 +15,7 @@ from parallm.learner.passes.packing import Segment, packed_hidden
 from parallm.learner.passes.recomputation import checkpointed
 from parallm.model.adapters.initial import initial_arrays
 from parallm.model.lora.single import LoraScaling, single_lora
-from parallm.model.patches.recurrence import ShortConv
+from parallm.model.recurrence.short_conv import ShortConv
 from parallm.model.shared_model import SharedModel
 
 Arrays = dict[str, mx.array]
