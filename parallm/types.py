@@ -479,6 +479,8 @@ class RecentTrajectory:
     """Why it was dropped."""
     reward: float | None = None
     parts: Mapping[str, float] = field(default_factory=dict)
+    waited: float | None = None
+    """Seconds from its sampling to its first reward."""
     age: float | None = None
     """Seconds since it was sampled; like all that follows None or empty once it has left the buffer."""
     version: int | None = None

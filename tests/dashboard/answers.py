@@ -221,6 +221,108 @@ class Answers:
         row = {"id": self.text("request id"), "traffic": "serving", "model": self.text("adapter"), "prompt_tokens": 210}
         return {"max_rows": 128, "waiting": 3, "rows": [{**row, "sampled": 33, "max_tokens": 512, "seconds": 0.9}]}
 
+    def rollouts(self, problem: str = "") -> dict[str, Any]:
+        rows = [
+            {
+                "step": step,
+                "time": NOW - 4.0 * (self.num_steps - step),
+                "groups": 3,
+                "completions": 9,
+                "reward_mean": 0.5,
+                "with_signal": 2,
+                "kept": False,
+                **({"group": 1, "problem_reward": 0.25} if problem else {}),
+            }
+            for step in range(max(1, self.num_steps - 40), self.num_steps + 1)
+        ]
+        damaged = [{"step": 7, "reason": self.text("damage")}] if self.trains else []
+        return {"steps": rows if self.trains else [], "damaged": damaged, "dropped": 2}
+
+    def groups(self, step: int) -> dict[str, Any]:
+        line = {
+            "problem_id": self.text("problem id"),
+            "environment": self.text("environment"),
+            "prompt": self.text("prompt")[:200],
+            "answer": self.text("answer")[:200],
+            "rewards": [0.0, 1.0, None],
+            "advantages": [-0.5, 0.5, None],
+            "lengths": [4, 3, 2],
+            "finish_reasons": ["stop", "length", "stop"],
+            "versions": [step - 1],
+            "faulty": [{"kind": self.text("fault kind"), "detail": self.text("detail")[:200]}],
+        }
+        groups = [{"group": place, **line} for place in range(3)]
+        return {"step": step, "time": NOW, "groups": groups, "more": 0, "environments": [self.text("environment")]}
+
+    def group(self, step: int, place: int) -> dict[str, Any]:
+        completions = [self.completion(index, step) for index in range(3)]
+        return {
+            "step": step,
+            "group": place,
+            "groups": 3,
+            "problem_id": self.text("problem id"),
+            "environment": self.text("environment"),
+            "messages": [{"role": "user", "content": self.text("prompt")}],
+            "answer": self.text("answer"),
+            "faulty": [{kind: self.text(f"fault {kind}") for kind in ("kind", "detail", "text")}],
+            "completions": completions,
+        }
+
+    def completion(self, index: int, step: int) -> dict[str, Any]:
+        texts = ["12", " +", "", "é", "\n", self.text("completion"), "<|end|>"]
+        count = len(texts)
+        learned = index < 2
+        return {
+            "index": index,
+            "reward": [0.0, 1.0, None][index],
+            "parts": {self.text("reward part"): 1.0},
+            "advantage": [-0.5, 0.5, None][index],
+            "finish_reason": "stop",
+            "temperature": 1.0,
+            "versions": [
+                {"version": step - 1, "start": 0, "end": 3},
+                {"version": step, "start": 3, "end": count},
+            ],
+            "text": "".join(texts[:-1]),
+            "tokens": {
+                "ids": list(range(100, 100 + count)),
+                "texts": texts,
+                "logprobs": [-0.1, -2.5, -0.01, -4.0, -0.5, -6.0, -0.001],
+                "learner_logprobs": [-0.1, -2.25, -0.01, -4.5, -0.5, -6.0, -0.001] if index == 1 else None,
+                "entropies": [0.1, 1.5, 0.02, 2.0, 0.4, 3.0, 0.01] if learned else None,
+                "trained": [[0, 5], [6, count]],
+                "clipped": [3] if learned else [],
+                "advantages": None,
+                "learned": learned,
+            },
+        }
+
+    def trajectory_report(self) -> dict[str, Any]:
+        numbers = {"num_waiting": 1, "num_rewarded": 1, "num_reserved": 1, "num_collected": 12, "num_trained": 8}
+        return {**numbers, "oldest_seconds": 4.0, "dropped": {"stale": 1, self.text("reason"): 1}}
+
+    def recent(self, state: str = "") -> list[dict[str, Any]]:
+        rows = []
+        for index, name in enumerate(("waiting", "rewarded", "trained", "dropped")):
+            is_here = index < 3
+            row = {
+                "id": f"{self.text('request id')}-{index}",
+                "policy": "policy",
+                "state": name,
+                "reason": self.text("reason") if name == "dropped" else None,
+                "reward": None if name in ("waiting", "dropped") else 1.0,
+                "parts": {self.text("reward part"): 1.0} if name == "rewarded" else {},
+                "waited": 3.0 if name == "rewarded" else None,
+                "age": 4.0 * index if is_here else None,
+                "version": 198 if is_here else None,
+                "step": 200 if name == "trained" else None,
+                "prompt": self.text("prompt") if is_here else None,
+                "text": self.text("completion") if is_here else None,
+                "finish_reason": "stop" if is_here else None,
+            }
+            rows.append(row)
+        return [row for row in rows if state in ("", row["state"])]
+
     def faults(self) -> list[dict[str, Any]]:
         culprit = {"problem_id": self.text("problem id"), "group": 3, "index": 1, "reason": self.text("reason")}
         fault = {"step": 11, "kind": "loss", "time": NOW - 50, "text": self.text("fault"), "culprits": [culprit]}
@@ -245,6 +347,8 @@ class Answers:
             "/v1/device/rows": self.device_rows,
             "/v1/shares": lambda: self.device()["shares"],
             "/v1/training/status": self.status,
+            "/v1/trajectories": lambda: {"data": {"policy": self.trajectory_report()}},
+            "/v1/trajectories/recent": lambda: {"data": self.recent(query.get("state", ""))},
         }
         return routes[path]() if path in routes else None
 
@@ -260,6 +364,7 @@ class Answers:
             "checkpoints": lambda: {"data": [{"name": "step_000350", "step": 350, "time": NOW - 30, "bytes": 123_456}]},
             "faults": lambda: {"data": self.faults()},
             "log": lambda: {"data": self.log()},
+            "rollouts": lambda: self.rollouts(query.get("problem", "")),
             "config": lambda: {
                 "values": {
                     "learner.learning_rate": 4e-4 if run == "current" else 1e-3,
@@ -268,6 +373,9 @@ class Answers:
                 }
             },
         }
+        if rest.startswith("rollouts/"):
+            step, _, group = rest.removeprefix("rollouts/").partition("/")
+            return self.group(int(step), int(group)) if group else self.groups(int(step))
         return routes[rest]() if rest in routes else None
 
     def config(self, run: str) -> dict[str, Any]:

@@ -305,6 +305,7 @@ class TrajectoryBuffer:
             state=state,
             reward=trajectory.reward if is_rewarded else None,
             parts=trajectory.reward_parts if is_rewarded else {},
+            waited=None if record.rewarded is None else max(0.0, record.rewarded - record.created),
             age=max(0.0, self.now - record.created),
             version=trajectory.weight_versions[-1].version if trajectory.weight_versions else None,
             step=step,

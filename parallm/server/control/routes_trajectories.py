@@ -48,6 +48,8 @@ class RecentTrajectoryEntry(Wire):
     """Why it was dropped."""
     reward: float | None
     parts: dict[str, float]
+    waited: float | None
+    """Seconds from its sampling to its first reward."""
     age: float | None
     """Seconds since it was sampled; like all that follows null once it has left the buffer."""
     version: int | None
@@ -112,6 +114,7 @@ def _entry(service: Service, policy: str, one: RecentTrajectory) -> RecentTrajec
         reason=one.reason,
         reward=one.reward,
         parts=dict(one.parts),
+        waited=one.waited,
         age=one.age,
         version=one.version,
         step=one.step,
