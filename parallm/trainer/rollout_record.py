@@ -12,7 +12,7 @@ from parallm.metrics.rollout_files import RolloutFiles
 from parallm.metrics.rollout_folder import RolloutFolder
 from parallm.metrics.rollout_format import LearnedCompletion, StepRollouts
 from parallm.reports import UpdateReport
-from parallm.types import TrajectoryGroup
+from parallm.types import Trajectory, TrajectoryGroup
 
 MAX_SOME = 4
 """Groups of a step that `metrics.rollouts=some` keeps."""
@@ -24,7 +24,7 @@ class RolloutRecord:
     def __init__(self, files: RolloutFiles, amount: Literal["some", "all"]) -> None:
         self._files = files
         self._limit = MAX_SOME if amount == "some" else None
-        self._learned: list[tuple[TrajectoryGroup, LearnedCompletion]] = []
+        self._learned: list[tuple[Trajectory, LearnedCompletion]] = []
 
     @property
     def reading(self) -> RolloutFolder:
@@ -44,25 +44,31 @@ class RolloutRecord:
 
     def take(self, learner: Learner, trained: Sequence[TrajectoryGroup]) -> None:
         """Take what `learner` kept of the update over `trained`."""
-        self._learned = [(trained[one.group], one) for one in learner.take_looked()]
+        self._learned = [(trained[one.group].trajectories[one.index], one) for one in learner.take_looked()]
 
     def write(self, step: int, sampled: Sequence[TrajectoryGroup], update: UpdateReport | None) -> None:
         """Hand over the groups of a finished step; with `some` first those that were trained on."""
-        learned, self._learned = self._learned, []
+        # sources may make the groups of an update anew, but not their trajectories
+        learned = {id(trajectory): one for trajectory, one in self._learned}
         groups = list(sampled)
         if self._limit is not None:
-            trained = {id(group) for group, _ in learned}
-            groups = sorted(groups, key=lambda group: id(group) not in trained)[: self._limit]
-        places = {id(group): place for place, group in enumerate(groups)}
+            groups = sorted(groups, key=lambda group: not any(id(one) in learned for one in group.trajectories))
+        groups = groups[: self._limit]
+        places = {
+            id(trajectory): (place, index)
+            for place, group in enumerate(groups)
+            for index, trajectory in enumerate(group.trajectories)
+        }
         self._files.put(
             StepRollouts(
                 step=step,
                 time=time.time(),
                 groups=groups,
-                learned={(places[id(group)], one.index): one for group, one in learned if id(group) in places},
+                learned={places[name]: one for name, one in learned.items() if name in places},
                 is_kept=update is not None and update.fault is not None,
             )
         )
+        self._learned = []
 
     def evaluated(self, step: int) -> None:
         """The completions of this step stay longer than others."""
