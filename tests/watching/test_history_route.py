@@ -9,8 +9,8 @@ import pytest
 from fastapi import FastAPI
 
 from parallm.metrics.watching import Watching
-from tests.watching.conftest import application, row, served
 from tests.server.conftest import send_to
+from tests.watching.conftest import application, row, served
 
 PATH = "/v1/runs/current/history"
 MAX_FIRST_LOOK_BYTES = 400_000
