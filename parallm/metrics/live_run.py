@@ -1,6 +1,6 @@
-"""A run as those who watch it see it: history, evaluations and status in memory, each change told as news.
+"""A run as those who watch it see it: history, evaluations and status in memory, each change goes out as news.
 
-`RunRecorder` hands over the rows that it writes, `WatchedDisplay` all else that a display is told.
+`RunRecorder` hands over the rows that it writes, `WatchedDisplay` all else that a display gets.
 """
 
 from collections.abc import Callable, Mapping, Sequence

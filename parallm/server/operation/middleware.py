@@ -76,7 +76,7 @@ class Drain:
         self._empty.clear()
 
     def watch(self, end: Callable[[], None]) -> None:
-        """Count the present request no longer as one in flight: it goes on until it is told to `end`."""
+        """Count the present request no longer as one in flight: it goes on until `end` is called."""
         context = current_request.get()
         assert context is not None, "this middleware is around every request"
         context.is_watching, context.deadline = True, None
