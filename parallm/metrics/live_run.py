@@ -26,6 +26,8 @@ class LiveRun:
 
     def __init__(self, policy: str, news: News, schedule: Schedule | None) -> None:
         self.policy = policy
+        self.folder: Path | None = None
+        """Folder of its files, once `load` has read them."""
         self.history = History()
         self.evaluations: list[Mapping[str, Any]] = []
         self.eta = Eta(schedule)
@@ -37,6 +39,7 @@ class LiveRun:
 
     def load(self, folder: Path) -> None:
         """Read what the run has written before it was interrupted. Raises OSError."""
+        self.folder = folder
         for row in read_rows(folder / "metrics.jsonl"):
             self.history.append(row)
         self.evaluations = list(read_rows(folder / "evaluations.jsonl"))

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from parallm.checkpoint.manager import check_named, checkpoint_folders
-from parallm.config.run_folder import SWEEP_PREFIX, has_begun
+from parallm.config.run_folder import RUNS_FOLDER, SWEEP_PREFIX, has_begun
 from parallm.config.run_kinds import keys_without_effect
 from parallm.config.schema import RunConfig, policy_configs
 from parallm.errors import ConfigError, InvalidRequest, ParallmError, TrainingStopped, Unavailable, UnknownModel
@@ -29,6 +29,7 @@ from parallm.metrics.formatting import short_path
 from parallm.metrics.live_run import LiveRun, WatchedDisplay
 from parallm.metrics.log_capture import PROGRESS
 from parallm.metrics.record import RunRecorder
+from parallm.metrics.run_folders import RunFolders
 from parallm.metrics.settings import MetricsSettings
 from parallm.metrics.step import FlatRow, evaluation_row
 from parallm.metrics.watching import Watching
@@ -144,7 +145,9 @@ def watched(
     specs: Sequence[PolicySpec], schedules: Mapping[str, Schedule], folder: Path
 ) -> tuple[tuple[PolicySpec, ...], Watching]:
     """Return the policies with recorders and displays that tell their news, and what tells them on."""
-    watching = Watching(run_id=f"{folder.absolute().parent.name}~{folder.absolute().name}")
+    own = folder.absolute()
+    folders = RunFolders([RUNS_FOLDER], current=own)
+    watching = Watching(run_id=f"{own.parent.name}~{own.name}", folders=folders)
     watching.runs = {spec.name: LiveRun(spec.name, watching.news, schedules[spec.name]) for spec in specs}
     for spec in specs:
         spec.recorder.live = watching.runs[spec.name]

@@ -20,6 +20,7 @@ from fastapi import FastAPI
 from parallm.checkpoint.adapter_paths import find_adapter
 from parallm.checkpoint.adapter_store import AdapterStore
 from parallm.checkpoint.persistent_table import PersistentTable
+from parallm.config.run_folder import RUNS_FOLDER
 from parallm.device.blas import BlasReport, set_blas_threads
 from parallm.device.governor import Governor
 from parallm.device.memory import wire_memory
@@ -40,6 +41,7 @@ from parallm.learner.kernel_list import learner_kernels, packed_kernels
 from parallm.learner.settings import LearnerSettings
 from parallm.metrics.display import RunHeader
 from parallm.metrics.formatting import short_path
+from parallm.metrics.run_folders import RunFolders
 from parallm.metrics.watching import Watching
 from parallm.model.adapters.adapter import Adapter
 from parallm.model.adapters.initial import starting_adapter
@@ -314,7 +316,7 @@ async def open_application(
         replica=runtime.host,
         jobs=jobs,
         models=pool,
-        watching=watching or Watching(),
+        watching=watching or Watching(folders=RunFolders([RUNS_FOLDER])),
     )
     if settings.server.ollama:
         service.base = await asyncio.to_thread(_own_base, runtime)
