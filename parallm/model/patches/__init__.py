@@ -11,6 +11,8 @@
 | the trunk as an attribute of the model | `forward.py` | hidden states without logits, logits without the trunk |
 | linear layers of modules | `lora/targets.py`, `lora/linear.py` | LoRA; on CUDA layers share an array |
 | classes of quantized layers | `quantized.py` | products on a CPU |
+| `_gather_sort` of `switch_layers` | `experts.py` | the row of each token that experts compute |
+| `SwitchLinear` modules | `lora/targets.py`, `lora/linear.py` | LoRA on experts |
 | `cast_predicate` of models | `quantized.py` | arrays that keep their type |
 | `KVCache` of a layer | `engine/kv/cache.py`, `learner/passes/packing.py` | slots, packed sequences |
 | the trunk's list `layers` | `learner/passes/` | gradient checkpointing; a last layer of fewer tokens |
