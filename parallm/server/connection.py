@@ -2,7 +2,8 @@
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -38,6 +39,23 @@ class BodyLimits(Protocol):
     def bodies(self) -> BodyBudget: ...
     @property
     def workers(self) -> WorkerPool: ...
+
+
+class UploadLimits(Protocol):
+    """The part of `Service` that limits uploads into memory."""
+
+    @property
+    def settings(self) -> ServerSettings: ...
+    @property
+    def uploads(self) -> BodyBudget: ...
+
+
+@asynccontextmanager
+async def uploaded(service: UploadLimits, http: Request) -> AsyncIterator[bytes]:
+    """Yield the body of an upload, which counts among all uploads until it is left. Raises as `read_body`, and
+    EngineFull."""
+    with service.uploads.reserve() as grow:
+        yield await read_body(http, service.settings.max_adapter_bytes, "server.max_adapter_bytes", grow=grow)
 
 
 async def read_body(
@@ -81,6 +99,15 @@ async def bounded_chunks(http: Request, max_bytes: int, setting: str) -> AsyncGe
         num_bytes += len(chunk)
         if num_bytes <= max_bytes:
             yield chunk
+
+
+async def counted(chunks: AsyncGenerator[bytes, None], grow: Callable[[int], None]) -> AsyncGenerator[bytes, None]:
+    """Yield `chunks`, and tell `grow` their bytes so far before each."""
+    num_bytes = 0
+    async for chunk in chunks:
+        num_bytes += len(chunk)
+        grow(num_bytes)
+        yield chunk
 
 
 async def received(service: BodyLimits, http: Request, read: Callable[[bytes], Result]) -> Result:
@@ -178,9 +205,9 @@ def is_form(http: Request) -> bool:
     return http.headers.get("content-type", "").lower().startswith("multipart/form-data")
 
 
-async def read_form(http: Request, max_bytes: int, setting: str) -> Form:
-    """Read a form with one file. Raises BodyTooLarge as `read_body` does, InvalidRequest."""
-    chunks = bounded_chunks(http, max_bytes, setting)
+async def read_form(http: Request, max_bytes: int, setting: str, *, grow: Callable[[int], None]) -> Form:
+    """Read a form with one file. Raises BodyTooLarge as `read_body` does, InvalidRequest. `grow` as there."""
+    chunks = counted(bounded_chunks(http, max_bytes, setting), grow)
     parser = MultiPartParser(http.headers, chunks, max_files=1, max_fields=MAX_FIELDS, max_part_size=MAX_FIELD_BYTES)
     try:
         parsed = await parser.parse()

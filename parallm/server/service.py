@@ -28,7 +28,7 @@ from parallm.server.operation.acts import Act
 from parallm.server.operation.auth import StoredKey
 from parallm.server.operation.request_metrics import RequestMetrics
 from parallm.server.operation.tracing import Traces
-from parallm.server.request_limits import BodyBudget, WorkerPool
+from parallm.server.request_limits import MAX_BODIES, MAX_UPLOADS, BodyBudget, WorkerPool
 from parallm.server.settings import ServerSettings
 from parallm.types import BASE, POLICY, AdapterCard, Completion, GenerationRequest
 
@@ -93,6 +93,8 @@ class Service:
     started: int = field(init=False)
     """Unix seconds."""
     bodies: BodyBudget = field(init=False)
+    uploads: BodyBudget = field(init=False)
+    """Adapters and versions on their way into memory."""
     workers: WorkerPool = field(init=False)
     request_metrics: RequestMetrics = field(init=False)
     splits: TrafficSplits = field(init=False)
@@ -101,7 +103,8 @@ class Service:
 
     def __post_init__(self) -> None:
         self.started = int(time.time())
-        self.bodies = BodyBudget(self.settings.max_body_bytes)
+        self.bodies = BodyBudget(MAX_BODIES * self.settings.max_body_bytes)
+        self.uploads = BodyBudget(MAX_UPLOADS * self.settings.max_adapter_bytes, "uploaded adapters")
         self.workers = WorkerPool()
         self.request_metrics = RequestMetrics(self.base_name)
         self.splits = TrafficSplits(self.catalog, self.policies)

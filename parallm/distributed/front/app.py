@@ -30,7 +30,7 @@ from parallm.server.operation.auth import StoredKey, authorize
 from parallm.server.operation.middleware import Drain, Origins, RequestMiddleware
 from parallm.server.operation.request_context import current_request
 from parallm.server.operation.request_metrics import HttpMetrics
-from parallm.server.request_limits import BodyBudget
+from parallm.server.request_limits import MAX_BODIES, BodyBudget
 from parallm.server.settings import ServerSettings
 
 NOT_FOR_WORKERS = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"origin", b"referer", b"x-request-id"}
@@ -51,7 +51,7 @@ class Front:
         self._keys = keys
         self._hold_seconds = hold_seconds
         self._relay = Relay(workers)
-        self._bodies = BodyBudget(settings.max_body_bytes)
+        self._bodies = BodyBudget(MAX_BODIES * settings.max_body_bytes)
         self._changes = asyncio.Lock()
         """One change of operators at a time, so that all workers get them in one order."""
         self._metrics, self._drain = HttpMetrics(), Drain()

@@ -16,7 +16,7 @@ from starlette.responses import PlainTextResponse, Response
 from parallm.errors import InvalidRequest, Unavailable
 from parallm.model.adapters.names import is_number, versioned
 from parallm.server.catalog import served_policy, version_called
-from parallm.server.connection import body_of, is_form, json_response, read_body, read_form, received
+from parallm.server.connection import body_of, is_form, json_response, read_form, received, uploaded
 from parallm.server.interfaces import Adapters
 from parallm.server.operation.request_context import note_values
 from parallm.server.schemas import MAX_INT, Done, Wire, checked, read_object
@@ -93,7 +93,8 @@ def adapter_routes(service: Service) -> APIRouter:
     @router.put("/v1/adapters/{name}")
     async def upload(name: str, http: Request) -> Response:
         """Take a zip archive of adapter_config.json and the weights as the next version of a name, and serve it."""
-        return json_response(entry(await store(given).upload(name, await adapter_body(service, http))))
+        async with uploaded(service, http) as content:
+            return json_response(entry(await store(given).upload(name, content)))
 
     @router.delete("/v1/adapters/{model}")
     async def unload(model: str) -> Response:
@@ -142,7 +143,8 @@ def adapter_routes(service: Service) -> APIRouter:
     @router.post("/update_adapter_weights")
     async def update(http: Request) -> Response:
         """The served version of `?name=` with the tensors of this safetensors body, as its next version."""
-        return json_response(entry(await store(given).update(name_of(http), await adapter_body(service, http))))
+        async with uploaded(service, http) as content:
+            return json_response(entry(await store(given).update(name_of(http), content)))
 
     return router
 
@@ -178,10 +180,6 @@ def name_of(http: Request) -> str:
     if not name:
         raise InvalidRequest("the name of the adapter is missing; add ?name=NAME to the path", "name")
     return name
-
-
-async def adapter_body(service: Service, http: Request) -> bytes:
-    return await read_body(http, service.settings.max_adapter_bytes, "server.max_adapter_bytes")
 
 
 Body = TypeVar("Body", bound=Wire)
@@ -292,11 +290,13 @@ def adapter_alias_routes(service: Service) -> APIRouter:
     async def upload(http: Request) -> Response:
         """`PUT /v1/adapters/{name}`, with `?name=`; or a form with the file, whose adapter the policy moves to."""
         if not is_form(http):
-            return json_response(entry(await store(given).upload(name_of(http), await adapter_body(service, http))))
-        form = await read_form(http, service.settings.max_adapter_bytes, "server.max_adapter_bytes")
-        name = checked(_with_own_names(form.fields), UploadFields).name or http.query_params.get("name")
-        note_values({"name": name})
-        card = await _uploaded(store(given), name or _only_policy(service), form.content)
+            async with uploaded(service, http) as content:
+                return json_response(entry(await store(given).upload(name_of(http), content)))
+        with service.uploads.reserve() as grow:
+            form = await read_form(http, service.settings.max_adapter_bytes, "server.max_adapter_bytes", grow=grow)
+            name = checked(_with_own_names(form.fields), UploadFields).name or http.query_params.get("name")
+            note_values({"name": name})
+            card = await _uploaded(store(given), name or _only_policy(service), form.content)
         return _moved(card, form.file_name) if name is None else json_response(entry(card))
 
     @router.post("/model/switch-lora")

@@ -78,6 +78,10 @@ class Drain:
         if not self._in_flight:
             self._empty.set()
 
+    def touch(self) -> None:
+        """Count what is not a request, such as a job, as one that ends now."""
+        self._last_left = time.monotonic()
+
     def idle_seconds(self) -> float:
         """Return the seconds since the end of the last request but of views, 0 while there is any."""
         return 0.0 if self._in_flight else time.monotonic() - self._last_left
