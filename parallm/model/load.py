@@ -41,6 +41,7 @@ from parallm.model.kernels.cuda import has_kernels
 from parallm.model.lora.linear import LoraContext, merge_linears
 from parallm.model.lora.targets import InputRecorder, install_lora
 from parallm.model.patches.forward import find_trunk, install_forward
+from parallm.model.patches.recurrence import install_recurrence
 from parallm.model.patches.rotary import install_rotary
 from parallm.model.precision import is_in_range, may_be_float16
 from parallm.model.quantized import arrange_quantized, cast, check_experts, choose_dtype
@@ -157,6 +158,7 @@ def share_units(
     arrange_quantized(base, settings.quantized, dtype)
     _freeze(base, settings.path, model_type)
     install_forward(base)
+    install_recurrence(base)
     install_rotary(base)
     lora_context = LoraContext()
     targets = install_lora(base, settings.lora, lora_context)
