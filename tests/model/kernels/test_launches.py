@@ -309,7 +309,6 @@ FACES: dict[str, Face] = {
     "sum over ranks": sum_over_ranks,
     "take": take,
     "unpack": unpack,
-    "multiply tokens by A": lambda dtype: multiply_tokens(dtype, widths=[64]),
     "multiply tokens by A and join B": lambda dtype: multiply_tokens(dtype, widths=[64, 32, 32]),
     "multiply packed": lambda dtype: multiply_packed(dtype, rows=1),
     "multiply packed, small groups": lambda dtype: multiply_packed(dtype, rows=32, outputs=28672, group=32),
