@@ -44,7 +44,7 @@ from parallm.model.adapters.adapter import Adapter
 from parallm.model.adapters.initial import starting_adapter
 from parallm.model.adapters.reward_head import read_reward_model, refuse_head
 from parallm.model.adapters.table import AdapterTable
-from parallm.model.gguf.folder import WEIGHTS
+from parallm.model.gguf.folder import WEIGHTS, weights_of
 from parallm.model.kernels.compiler import Specialization
 from parallm.model.kernels.cuda import has_kernels, on_cuda, target
 from parallm.model.kernels.preparation import prepare_kernels
@@ -343,7 +343,7 @@ def _own_base(runtime: Runtime) -> OwnBase:
     model, folder, source = runtime.model, runtime.base_folder, runtime.settings.model.path
     weights = folder / WEIGHTS
     if weights.exists():
-        described = describe_gguf(source, weights.resolve())
+        described = describe_gguf(source, weights_of(folder))
     else:
         described = describe(source, folder, digest_of(folder))
     level = described.quantization or DTYPES[model.dtype]
