@@ -64,6 +64,7 @@ from parallm.run.sampling_defaults import sampling_defaults
 from parallm.server.app import create_app
 from parallm.server.engine_gateway import CompletionListener
 from parallm.server.interfaces import Training, Trajectories
+from parallm.server.operation.acts import Act
 from parallm.server.operation.http_server import HttpServer, Listener
 from parallm.server.operation.request_context import writing_request_log
 from parallm.server.operation.tracing import Traces, exporting_traces
@@ -284,9 +285,11 @@ async def open_application(
     jobs: Jobs | None = None,
     pool: Pool | None = None,
     watching: Watching | None = None,
+    on_act: Callable[[Act], None] = lambda _: None,
 ) -> AsyncIterator[Application]:
     """Answer requests until the end, over HTTP if `listener` is bound; clients that connect before wait.
 
+    `on_act` gets what clients do to training and to what is served.
     `training` is clients' control of the trainers, `watching` what those see who watch. The other parts are by policy:
     where clients' trajectories go, what records sampled completions, and the reward models of rollouts.
     """
@@ -317,6 +320,7 @@ async def open_application(
         jobs=jobs,
         models=pool,
         watching=watching or Watching(folders=RunFolders([RUNS_FOLDER])),
+        on_act=on_act,
     )
     if settings.server.ollama:
         service.base = await asyncio.to_thread(_own_base, runtime)
