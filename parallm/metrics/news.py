@@ -1,4 +1,4 @@
-"""What happens in a process, told to those who watch it: events in bounded queues, one for each watcher.
+"""What happens in a process, sent to those who watch it: events in bounded queues, one for each watcher.
 
 On the event loop alone, but for `tell_soon`. Without watchers an event costs a call.
 """
@@ -13,7 +13,7 @@ from typing import Any
 from parallm.metrics.json_lines import encode_json
 
 MAX_EVENTS = 256
-"""Events that wait for one watcher. One that is slower loses them all and is told so."""
+"""Events that wait for one watcher. One that is slower loses them all and gets one event that says so."""
 MAX_WATCHERS = 64
 REPLACED = ("status", "pulse")
 """Kinds of which a later event makes an earlier one of the same policy worthless."""
@@ -92,7 +92,7 @@ class News:
 
     @contextmanager
     def watch(self) -> Iterator[Watcher]:
-        """Add a watcher, who gets what is told from now on."""
+        """Add a watcher, who gets every event from now on."""
         self._loop = asyncio.get_running_loop()
         watcher = Watcher()
         self._watchers.add(watcher)

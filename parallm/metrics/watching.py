@@ -10,6 +10,7 @@ from parallm.metrics.live_run import LiveRun
 from parallm.metrics.news import News
 from parallm.metrics.pulse import Pulse
 from parallm.metrics.recent_log import RecentLog
+from parallm.metrics.run_folders import RunFolders
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -21,6 +22,8 @@ class Watching:
     """Id of the run that is in training, `NAME~TIME`; None where nothing is."""
     runs: Mapping[str, LiveRun] = field(default_factory=dict)
     """The policies in training, by name."""
+    folders: RunFolders = field(default_factory=lambda: RunFolders(()))
+    """Runs on the disk."""
     measure: Callable[[], Mapping[str, Any]] = dict
     """Numbers of each pulse; the server sets it."""
     log: RecentLog = field(init=False)

@@ -20,6 +20,7 @@ from fastapi import FastAPI
 from parallm.checkpoint.adapter_paths import find_adapter
 from parallm.checkpoint.adapter_store import AdapterStore
 from parallm.checkpoint.persistent_table import PersistentTable
+from parallm.config.run_folder import RUNS_FOLDER
 from parallm.device.blas import BlasReport, set_blas_threads
 from parallm.device.governor import Governor
 from parallm.device.memory import wire_memory
@@ -40,12 +41,13 @@ from parallm.learner.kernel_list import learner_kernels, packed_kernels
 from parallm.learner.settings import LearnerSettings
 from parallm.metrics.display import RunHeader
 from parallm.metrics.formatting import short_path
+from parallm.metrics.run_folders import RunFolders
 from parallm.metrics.watching import Watching
 from parallm.model.adapters.adapter import Adapter
 from parallm.model.adapters.initial import starting_adapter
 from parallm.model.adapters.reward_head import read_reward_model, refuse_head
 from parallm.model.adapters.table import AdapterTable
-from parallm.model.gguf.folder import WEIGHTS
+from parallm.model.gguf.folder import WEIGHTS, weights_of
 from parallm.model.kernels.compiler import Specialization
 from parallm.model.kernels.cuda import has_kernels, on_cuda, target
 from parallm.model.kernels.preparation import prepare_kernels
@@ -62,6 +64,7 @@ from parallm.run.sampling_defaults import sampling_defaults
 from parallm.server.app import create_app
 from parallm.server.engine_gateway import CompletionListener
 from parallm.server.interfaces import Training, Trajectories
+from parallm.server.operation.acts import Act
 from parallm.server.operation.http_server import HttpServer, Listener
 from parallm.server.operation.request_context import writing_request_log
 from parallm.server.operation.tracing import Traces, exporting_traces
@@ -282,9 +285,11 @@ async def open_application(
     jobs: Jobs | None = None,
     pool: Pool | None = None,
     watching: Watching | None = None,
+    on_act: Callable[[Act], None] = lambda _: None,
 ) -> AsyncIterator[Application]:
     """Answer requests until the end, over HTTP if `listener` is bound; clients that connect before wait.
 
+    `on_act` gets what clients do to training and to what is served.
     `training` is clients' control of the trainers, `watching` what those see who watch. The other parts are by policy:
     where clients' trajectories go, what records sampled completions, and the reward models of rollouts.
     """
@@ -314,7 +319,8 @@ async def open_application(
         replica=runtime.host,
         jobs=jobs,
         models=pool,
-        watching=watching or Watching(),
+        watching=watching or Watching(folders=RunFolders([RUNS_FOLDER])),
+        on_act=on_act,
     )
     if settings.server.ollama:
         service.base = await asyncio.to_thread(_own_base, runtime)
@@ -345,7 +351,7 @@ def _own_base(runtime: Runtime) -> OwnBase:
     model, folder, source = runtime.model, runtime.base_folder, runtime.settings.model.path
     weights = folder / WEIGHTS
     if weights.exists():
-        described = describe_gguf(source, weights.resolve())
+        described = describe_gguf(source, weights_of(folder))
     else:
         described = describe(source, folder, digest_of(folder))
     level = described.quantization or DTYPES[model.dtype]

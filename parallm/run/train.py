@@ -42,8 +42,10 @@ from parallm.run.policy_runs import (
     TrainingControl,
     begin_watching,
     combined_status,
+    happenings_of,
     how_to_resume,
     make_policy_specs,
+    note_act,
     raise_failures,
     train_all,
     watched,
@@ -186,7 +188,8 @@ async def open_training(
             connect(data[spec.name].environment, judge)
             policy_runtime = runtime.for_policy(spec.name)
             policies += (await build_policy_run(spec, policy_runtime, data[spec.name], stack, parts),)
-        await begin_watching(watching, policies)
+        happenings = happenings_of(policies)
+        await begin_watching(watching, policies, happenings)
         processes = await stack.enter_async_context(AsyncExitStack())
         for policy in policies:
             await _start_atropos(policy, runtime, listener.url, processes)
@@ -207,6 +210,7 @@ async def open_training(
                 lambda: combined_status({policy.name: policy.status for policy in policies}),
                 training=control,
                 watching=watching,
+                on_act=partial(note_act, happenings),
                 trajectories={policy.name: policy.live for policy in policies if policy.live},
                 sample_stores={
                     policy.name: policy.atropos.sample_store.record for policy in policies if policy.atropos

@@ -19,6 +19,7 @@ from parallm.errors import (
     NotStored,
     ParallmError,
     RolloutsDamaged,
+    RunUnreadable,
     Unavailable,
     UnknownModel,
     UnknownObject,
@@ -108,6 +109,7 @@ _FAILURES: Mapping[type[Exception], Failure] = {
     FileTooLarge: Failure(413, "file_too_large"),
     NotFinite: Failure(422, "not_finite", param="model"),  # not 5xx: clients would send it again, and get the same
     EngineFull: Failure(429, "engine_full", "rate_limit_error", headers={"Retry-After": "1"}),
+    RunUnreadable: Failure(422, "run_unreadable"),
     TooManyWatchers: Failure(429, "too_many_watchers", "rate_limit_error", headers={"Retry-After": "10"}),
     ModelError: Failure(422, "invalid_model", param="model"),  # nor would these files load a second time
     CheckpointError: Failure(500, "checkpoint_failed", "server_error"),

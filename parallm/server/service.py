@@ -25,6 +25,7 @@ from parallm.server.interfaces import (
     Training,
     Trajectories,
 )
+from parallm.server.operation.acts import Act
 from parallm.server.operation.auth import StoredKey
 from parallm.server.operation.request_metrics import RequestMetrics
 from parallm.server.operation.tracing import Traces
@@ -87,6 +88,8 @@ class Service:
     """Files, batches and jobs; without them, their routes answer that this process keeps none."""
     watching: Watching = field(default_factory=Watching)
     """What the watchers of this process see."""
+    on_act: Callable[[Act], None] = lambda _: None
+    """Gets each act of a client after its answer, on the event loop."""
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
     """Sampling defaults of OpenAI's routes, by the names of their fields."""
 

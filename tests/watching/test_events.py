@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import json
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -14,11 +15,11 @@ from parallm.metrics.watching import Watching
 from parallm.server.operation.auth import read_keys
 from parallm.server.operation.http_server import HttpServer
 from parallm.server.operation.sockets import bind
-from parallm.server.settings import ApiKey, ServerSettings
+from parallm.server.settings import ApiKey, KeyRole, ServerSettings
 from tests.server.conftest import send_to
 from tests.watching.conftest import FREE_PORT, application, opened, row, served
 
-KEYS = {role: f"{role}-0123456789abcdef" for role in ("inference", "training")}
+KEYS: Mapping[KeyRole, str] = {"inference": "inference-0123456789abcdef", "training": "training-0123456789abcdef"}
 API_KEYS = tuple(
     ApiKey(name=role, role=role, sha256=hashlib.sha256(key.encode()).hexdigest()) for role, key in KEYS.items()
 )

@@ -33,9 +33,9 @@ def json_answer(http: Request, value: Mapping[str, Any]) -> Response:
     return _response(http, encode_json(value))
 
 
-async def large_answer(http: Request, pool: WorkerPool, make: Callable[[], Mapping[str, Any]]) -> Response:
-    """Return the JSON of what `make` returns, all of it made on a thread. Raises what `make` raises."""
-    return await pool.run(lambda: _response(http, encode_json(make())))
+def answer_made(http: Request, make: Callable[[], Mapping[str, Any]]) -> Response:
+    """Return the JSON of what `make` returns, which may take long: for a thread. Raises what `make` raises."""
+    return _response(http, encode_json(make()))
 
 
 def _response(http: Request, content: bytes) -> Response:

@@ -50,7 +50,7 @@ def event_routes(service: Service, drain: Drain) -> APIRouter:
 
 
 class EventStream(Response):
-    """First these events, then what is told, until the client leaves or the server ends."""
+    """First these events, then all news, until the client leaves or the server ends."""
 
     def __init__(self, news: News, drain: Drain, first: list[Event]) -> None:
         super().__init__(media_type="text/event-stream", headers=HEADERS)

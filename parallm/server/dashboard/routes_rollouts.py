@@ -1,19 +1,37 @@
 """`/v1/runs/{run}/rollouts`: what the policy wrote in each step, and what the learner made of each token."""
 
+from collections import OrderedDict
+from pathlib import Path
+
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from parallm.server.dashboard.answers import PageHost, large_answer
+from parallm.errors import UnknownObject
+from parallm.metrics.rollout_files import FOLDER
+from parallm.metrics.rollout_folder import RolloutFolder
+from parallm.server.dashboard.answers import PageHost, answer_made
 from parallm.server.dashboard.rollouts import GroupFilter, Order, group_answer, groups_answer, steps_answer
-from parallm.server.dashboard.runs import rollouts_of
-from parallm.server.request_limits import WorkerPool
+from parallm.server.dashboard.runs import Runs
+
+MAX_FOLDERS = 8
+"""Other runs whose lists of steps stay in memory."""
 
 
 def rollout_routes(host: PageHost) -> APIRouter:
-    router, watching = APIRouter(), host.watching
-    readers = WorkerPool()
-    """Threads of their own: reading files keeps no request of a client waiting."""
+    router, runs, others = APIRouter(), Runs(host.watching), OrderedDict[Path, RolloutFolder]()
+
+    def folder_of(run: str, policy: str | None) -> RolloutFolder:
+        """Return the completions of a run. For threads. Raises UnknownObject, UnknownModel."""
+        if (live := runs.live(run, policy)) is not None:
+            if live.rollouts is None:
+                raise UnknownObject("this run keeps no completions: it learns from given data or metrics.rollouts=off")
+            return live.rollouts
+        path = runs.folder(run, policy).path / FOLDER
+        folder = others.setdefault(path, RolloutFolder(path))
+        while len(others) > MAX_FOLDERS:
+            others.popitem(last=False)
+        return folder
 
     @router.get("/v1/runs/{run}/rollouts")
     async def steps(http: Request, run: str, policy: str | None = None, problem: str = "") -> Response:
@@ -22,8 +40,7 @@ def rollout_routes(host: PageHost) -> APIRouter:
         `damaged` names files that cannot be read, `dropped` counts steps that were not written because writing took
         longer than training.
         """
-        folder = rollouts_of(watching, run, policy)
-        return await large_answer(http, readers, lambda: steps_answer(folder, problem))
+        return await runs.read(lambda: answer_made(http, lambda: steps_answer(folder_of(run, policy), problem)))
 
     @router.get("/v1/runs/{run}/rollouts/{step}")
     async def groups(
@@ -40,9 +57,8 @@ def rollout_routes(host: PageHost) -> APIRouter:
 
         `signal` leaves out groups whose rewards are equal; `search` looks into problems and completions.
         """
-        folder = rollouts_of(watching, run, policy)
         chosen = GroupFilter(sort=sort, environment=environment, search=search, signal=signal)
-        return await large_answer(http, readers, lambda: groups_answer(folder, step, chosen))
+        return await runs.read(lambda: answer_made(http, lambda: groups_answer(folder_of(run, policy), step, chosen)))
 
     @router.get("/v1/runs/{run}/rollouts/{step}/{group}")
     async def group(http: Request, run: str, step: int, group: int, policy: str | None = None) -> Response:
@@ -51,7 +67,6 @@ def rollout_routes(host: PageHost) -> APIRouter:
         `learner_logprobs` is null where the learner's equal the sampler's bit for bit, `entropies` where nothing was
         learned from a completion, `advantages` where each token has its completion's.
         """
-        folder = rollouts_of(watching, run, policy)
-        return await large_answer(http, readers, lambda: group_answer(folder, step, group))
+        return await runs.read(lambda: answer_made(http, lambda: group_answer(folder_of(run, policy), step, group)))
 
     return router

@@ -21,8 +21,9 @@ from starlette.requests import Request
 
 from parallm.errors import ConfigError, InvalidRequest
 from parallm.server.failures import Draining, NotAllowed, WrongKey
+from parallm.server.operation.acts import ACTS
 from parallm.server.operation.middleware import Drain
-from parallm.server.operation.request_context import UNIX, current_request
+from parallm.server.operation.request_context import UNIX, current_request, note_values
 from parallm.server.settings import ApiKey, KeyRole, ServerSettings
 
 MIN_KEY_LENGTH = 16
@@ -136,9 +137,11 @@ _ROUTES: Mapping[Role, Mapping[str, str]] = {
     "training": {
         "GET": """
             /debug/training /v1/training/status
-            /v1/events /v1/runs/{run}/history
             /v1/runs/{run}/rollouts /v1/runs/{run}/rollouts/{step} /v1/runs/{run}/rollouts/{step}/{group}
             /v1/trajectories/recent
+            /v1/events /v1/runs /v1/runs/{run} /v1/runs/{run}/config /v1/runs/{run}/history
+            /v1/runs/{run}/evaluations /v1/runs/{run}/happenings /v1/runs/{run}/checkpoints
+            /v1/runs/{run}/faults /v1/runs/{run}/faults/{step} /v1/runs/{run}/log
             /v1/fine_tuning/jobs /v1/fine_tuning/jobs/{job_id}
             /v1/fine_tuning/jobs/{job_id}/events /v1/fine_tuning/jobs/{job_id}/checkpoints
             /v1/adapters/{model}/archive
@@ -236,6 +239,8 @@ def auth_dependency(
         context = current_request.get()
         assert context is not None, "middleware.py is around every request"
         context.route = http.scope["route"].path_format
+        context.act = ACTS.get(f"{http.method} {context.route}")
+        note_values(http.path_params)
         if context.is_local:
             context.api_role = "admin"
         else:

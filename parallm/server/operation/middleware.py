@@ -26,6 +26,7 @@ from parallm.server.connection import announced_bytes, error_response
 from parallm.server.dashboard.assets import HEADERS as PAGE_HEADERS
 from parallm.server.dashboard.assets import PREFIX as PAGE
 from parallm.server.failures import ForeignHost, ForeignOrigin, failure_of
+from parallm.server.operation.acts import ActLog
 from parallm.server.operation.request_context import LOCAL, UNIX, RequestContext, current_request, request_log
 from parallm.server.operation.request_metrics import HttpMetrics
 from parallm.server.settings import ServerSettings
@@ -76,7 +77,7 @@ class Drain:
         self._empty.clear()
 
     def watch(self, end: Callable[[], None]) -> None:
-        """Count the present request no longer as one in flight: it goes on until it is told to `end`."""
+        """Count the present request no longer as one in flight: it goes on until `end` is called."""
         context = current_request.get()
         assert context is not None, "this middleware is around every request"
         context.is_watching, context.deadline = True, None
@@ -168,8 +169,11 @@ class Origins:
 class RequestMiddleware:
     """A request without a usable `x-request-id` gets one; the response carries it."""
 
-    def __init__(self, app: ASGIApp, *, request_metrics: HttpMetrics, drain: Drain, origins: Origins) -> None:
+    def __init__(
+        self, app: ASGIApp, *, request_metrics: HttpMetrics, drain: Drain, origins: Origins, acts: ActLog
+    ) -> None:
         self._app = app
+        self._acts = acts
         self._origins = origins
         self._request_metrics = request_metrics
         self._drain = drain
@@ -217,6 +221,7 @@ class RequestMiddleware:
             await error_response(failure_of(error))(scope, receive, send_with_id)
         finally:
             self._report(scope, context, status, time.perf_counter() - began)
+            self._acts.note(context, status)
             self._drain.leave(context)
             current_request.reset(token)
 
