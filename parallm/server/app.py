@@ -26,6 +26,7 @@ from parallm.server.control.routes_replicas import replica_routes
 from parallm.server.control.routes_splits import split_routes
 from parallm.server.control.routes_training import training_routes
 from parallm.server.control.routes_trajectories import trajectory_routes
+from parallm.server.dashboard.routes_page import page_routes
 from parallm.server.dialects.kserve import kserve_routes
 from parallm.server.dialects.routes_generate import generate_routes
 from parallm.server.dialects.routes_identity import absent_routes, identity_routes
@@ -43,6 +44,7 @@ from parallm.server.ollama.routes_models import model_routes
 from parallm.server.ollama.schemas import OllamaError
 from parallm.server.openai.routes import openai_routes
 from parallm.server.openapi import openapi_document
+from parallm.server.operation.acts import ActLog
 from parallm.server.operation.auth import ROLES, auth_dependency, check_roles
 from parallm.server.operation.collectors import ServiceCollector
 from parallm.server.operation.middleware import CLIENT_CLOSED_REQUEST, Drain, Origins, RequestMiddleware
@@ -84,6 +86,8 @@ ROUTES: Sequence[Callable[[Service], APIRouter]] = (
     batch_routes,
     fine_tuning_routes,
 )
+DASHBOARD_ROUTES: Sequence[Callable[[Service], APIRouter]] = (page_routes,)
+"""Routes that exist with `server.dashboard` alone."""
 OLLAMA_ROUTES: Sequence[Callable[[Service], APIRouter]] = (
     generation_routes,
     embed_routes,
@@ -115,7 +119,11 @@ def create_app(service: Service, pool: Pool | None = None) -> FastAPI:
     setattr(app, "openapi", cache(partial(openapi_document, app, has_keys=has_keys)))  # noqa: B010
     app.add_route("/docs", _docs)
     service.request_metrics.registry.register(ServiceCollector(service))
-    chosen = [*ROUTES, *(OLLAMA_ROUTES if settings.ollama else ())]
+    chosen = [
+        *ROUTES,
+        *(DASHBOARD_ROUTES if settings.dashboard else ()),
+        *(OLLAMA_ROUTES if settings.ollama else ()),
+    ]
     routers = [*(routes(service) for routes in chosen), operation_routes(service, drain)]
     check_roles(routers)
     for router in routers:
@@ -130,6 +138,7 @@ def create_app(service: Service, pool: Pool | None = None) -> FastAPI:
         request_metrics=service.request_metrics,
         drain=drain,
         origins=Origins(settings, has_keys=has_keys),
+        acts=ActLog(service.on_act),
     )
     return app
 

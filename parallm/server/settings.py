@@ -73,6 +73,8 @@ class ServerSettings:
     """Path of a unix socket to listen on beside host and port; `auto` is the one where `parallm` looks for a server."""
     uds_mode: Literal[600, 660, 666] = 600
     """Mode of the unix socket, as chmod takes it; one that lets others than its owner connect needs keys."""
+    dashboard: bool = True
+    """Serve the page that shows runs at `/dashboard/`."""
     ollama: bool = False
     """Answer Ollama's routes below `/api`, too; programs that expect Ollama's port want `server.port=11434`."""
     max_blob_bytes: int = Field(default=64 * 2**30, ge=1024)

@@ -1,8 +1,7 @@
 """The parts of one training run. `run/build_trainer.py` makes it, the trainer drives it."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from parallm.checkpoint.manager import CheckpointManager
 from parallm.checkpoint.state import Fingerprint, RunFacts
@@ -18,7 +17,7 @@ from parallm.rollout.evaluation import Evaluator
 from parallm.tasks.encoder_learner import EncoderLearner
 from parallm.trainer.encoder_evaluators import EncoderEvaluator
 from parallm.trainer.evaluators import DemonstrationEvaluator, PairEvaluator
-from parallm.trainer.pacing import Pacing
+from parallm.trainer.pacing import Evaluate, Pacing, Save
 from parallm.trainer.rollout_record import RolloutRecord
 
 
@@ -39,8 +38,8 @@ class TrainerContext:
     display: Display
     rollouts: RolloutRecord | None = None
     """What keeps the completions of each step for people to read; None: `metrics.rollouts=off`."""
-    make_pacing: Callable[[Callable[[], Awaitable[Path]]], Pacing] = Pacing
-    """Called with what saves between two steps."""
+    make_pacing: Callable[[Save, Evaluate], Pacing] = Pacing
+    """Called with what saves and what evaluates between two steps."""
 
     @property
     def policy(self) -> str:

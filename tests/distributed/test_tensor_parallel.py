@@ -32,6 +32,7 @@ from parallm.server.operation.http_server import Listener
 from tests import conftest
 from tests.distributed.conftest import ROOT, free_ports
 from tests.distributed.rank_logits import adapter_of, logits_of, weights_of
+from tests.tiny_models import write_model
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 WIDE = {"intermediate_size": 128}
@@ -46,11 +47,9 @@ EXCHANGE_FAILED = 75
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
     """Small models with random weights, and `-4`, one in four bits."""
     made = {}
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ARCHITECTURES:
-            patch.setitem(conftest.ARCHITECTURES, name, conftest.ARCHITECTURES[name] | WIDE)
-            made[name] = tmp_path_factory.mktemp(name)
-            conftest.write_model(made[name], name)
+    for name in ARCHITECTURES:
+        made[name] = tmp_path_factory.mktemp(name)
+        write_model(made[name], name, **WIDE)
     made["llama-4"] = tmp_path_factory.mktemp("llama-4") / "model"
     convert(str(made["llama"]), str(made["llama-4"]), quantize=True, q_bits=4, q_group_size=32)
     return made

@@ -12,6 +12,7 @@ from starlette.responses import PlainTextResponse, Response
 from parallm import __version__
 from parallm.errors import InvalidRequest, Unavailable
 from parallm.server.connection import json_response, received
+from parallm.server.dashboard.routes_page import to_page, wants_page
 from parallm.server.ollama.cards import (
     LoadedModels,
     ModelTags,
@@ -73,8 +74,10 @@ def model_routes(service: Service) -> APIRouter:
 
     @router.get("/")
     @router.head("/")
-    async def running() -> Response:
-        """Tell clients of Ollama that a server is here."""
+    async def running(http: Request) -> Response:
+        """Tell clients of Ollama that a server is here; lead browsers to the page."""
+        if service.settings.dashboard and wants_page(http.headers):
+            return to_page()
         return PlainTextResponse("Ollama is running")
 
     @router.get("/api/version")

@@ -22,7 +22,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from parallm.errors import InvalidRequest, ParallmError
 from parallm.server.connection import announced_bytes, error_response
+from parallm.server.dashboard.assets import HEADERS as PAGE_HEADERS
+from parallm.server.dashboard.assets import PREFIX as PAGE
 from parallm.server.failures import ForeignHost, ForeignOrigin, failure_of
+from parallm.server.operation.acts import ActLog
 from parallm.server.operation.request_context import LOCAL, UNIX, RequestContext, current_request, request_log
 from parallm.server.operation.request_metrics import HttpMetrics
 from parallm.server.settings import ServerSettings
@@ -36,7 +39,7 @@ MAX_UNREAD = 1 << 20
 sending may see that before the answer."""
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 HOST = re.compile(r"(?:\[(?P<address>[0-9a-fA-F:.]+)\]|(?P<name>[A-Za-z0-9._-]+))(?::\d*)?")
-PAGES = ("/docs", "/docs/try", "/openapi.json")
+PAGES = ("/docs", "/docs/try", "/openapi.json", "/", PAGE, f"{PAGE}/")
 """Paths that a link of any page may lead to."""
 VIEWS = frozenset({"/health", "/ready", "/metrics", "/v1/metrics", "/v1/status"})
 """Paths that programs ask again and again although nobody uses the server."""
@@ -74,6 +77,10 @@ class Drain:
             self._last_left = time.monotonic()
         if not self._in_flight:
             self._empty.set()
+
+    def touch(self) -> None:
+        """Count what is not a request, such as a job, as one that ends now."""
+        self._last_left = time.monotonic()
 
     def idle_seconds(self) -> float:
         """Return the seconds since the end of the last request but of views, 0 while there is any."""
@@ -140,8 +147,11 @@ class Origins:
 class RequestMiddleware:
     """A request without a usable `x-request-id` gets one; the response carries it."""
 
-    def __init__(self, app: ASGIApp, *, request_metrics: HttpMetrics, drain: Drain, origins: Origins) -> None:
+    def __init__(
+        self, app: ASGIApp, *, request_metrics: HttpMetrics, drain: Drain, origins: Origins, acts: ActLog
+    ) -> None:
         self._app = app
+        self._acts = acts
         self._origins = origins
         self._request_metrics = request_metrics
         self._drain = drain
@@ -169,6 +179,8 @@ class RequestMiddleware:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 MutableHeaders(scope=message)["x-request-id"] = context.request_id
+                if scope["path"].startswith(PAGE):
+                    MutableHeaders(scope=message).update(PAGE_HEADERS)
                 if not is_read:  # else uvicorn reads the remaining body, however long, to keep the connection
                     MutableHeaders(scope=message)["connection"] = "close"
             await send(message)
@@ -187,6 +199,7 @@ class RequestMiddleware:
             await error_response(failure_of(error))(scope, receive, send_with_id)
         finally:
             self._report(scope, context, status, time.perf_counter() - began)
+            self._acts.note(context, status)
             self._drain.leave(context)
             current_request.reset(token)
 
