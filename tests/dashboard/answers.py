@@ -7,7 +7,7 @@ import json
 import math
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 NOW = 1_763_900_000.0
@@ -42,9 +42,15 @@ class Answers:
     role: str = "admin"
     seed: int = 0
     epoch: str = "b71e"
+    num_texts: int = 1
+    """Rows of each list of texts, and names of each kind."""
     rows: list[dict[str, float]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        names = range(self.num_texts)
+        self.parts = [f"reward_part/{self.text('reward part')}" for _ in names]
+        self.environments = [f"environment/{self.text('environment')}/reward" for _ in names]
+        self.settings = [self.text("setting") for _ in names]
         self.rows = [self.row(step) for step in range(1, self.num_steps + 1)] if self.trains else []
 
     def row(self, step: int) -> dict[str, float]:
@@ -66,8 +72,7 @@ class Answers:
             "parity/mean_abs": 0.0,
             "rollout/tokens_per_second": noise.gauss(5400, 300),
             "seconds/total": noise.gauss(4, 0.3),
-            f"reward_part/{self.text('reward part')}": noise.random(),
-            f"environment/{self.text('environment')}/reward": noise.random(),
+            **{name: noise.random() for name in (*self.parts, *self.environments)},
         }
         return {name: round(value, 6) for name, value in (values | own).items()}
 
@@ -103,6 +108,7 @@ class Answers:
 
     def happenings(self) -> list[dict[str, Any]]:
         kinds = ["started", "evaluated", "published", "saved", "promoted", "fault", "sign", "evaluated"]
+        kinds += [self.text("kind") for _ in range(self.num_texts - 1)]
         return [
             {
                 "time": NOW - 600 + 60 * index,
@@ -146,7 +152,7 @@ class Answers:
             "id": run,
             "name": self.text("run name") if run == RUN else "arithmetic_grpo",
             "began": NOW - 4 * self.num_steps,
-            "ended": None if run == RUN else NOW - 40_000,
+            "ended": None if run == RUN else NOW - self.num_steps,
             "state": state,
             "step": self.num_steps,
             "total_steps": 2 * self.num_steps if run == RUN else self.num_steps,
@@ -161,6 +167,13 @@ class Answers:
             "columns": [],
             "files": [{"name": "metrics.jsonl", "bytes": 1234}],
         }
+
+    def runs(self) -> list[dict[str, Any]]:
+        more = [
+            {**self.run(OTHER), "id": f"other~{index}", "name": self.text("run name")}
+            for index in range(self.num_texts)
+        ]
+        return [self.run(RUN), self.run(OTHER), *(more if self.num_texts > 1 else [])]
 
     def session(self) -> dict[str, Any]:
         return {
@@ -218,13 +231,20 @@ class Answers:
         return {"now": NOW, "work": ["serving", "rollout", "learning"], "spans": spans}
 
     def device_rows(self) -> dict[str, Any]:
-        row = {"id": self.text("request id"), "traffic": "serving", "model": self.text("adapter"), "prompt_tokens": 210}
-        return {"max_rows": 128, "waiting": 3, "rows": [{**row, "sampled": 33, "max_tokens": 512, "seconds": 0.9}]}
+        numbers = {"prompt_tokens": 210, "sampled": 33, "max_tokens": 512, "seconds": 0.9}
+        rows = [
+            {"id": self.text("request id"), "traffic": "serving", "model": self.text("adapter"), **numbers}
+            for _ in range(self.num_texts)
+        ]
+        return {"max_rows": 128, "waiting": 3, "rows": rows}
 
     def faults(self) -> list[dict[str, Any]]:
+        return [self.fault() for _ in range(self.num_texts)]
+
+    def fault(self) -> dict[str, Any]:
         culprit = {"problem_id": self.text("problem id"), "group": 3, "index": 1, "reason": self.text("reason")}
-        fault = {"step": 11, "kind": "loss", "time": NOW - 50, "text": self.text("fault"), "culprits": [culprit]}
-        return [fault]
+        own = {"kind": self.text("kind of fault"), "text": self.text("fault")}
+        return {"step": 11, "time": NOW - 50, **own, "culprits": [culprit]}
 
     def raw(self, query: Mapping[str, str]) -> dict[str, Any]:
         since, until = int(query.get("since") or 0), int(query.get("until") or self.num_steps)
@@ -239,7 +259,7 @@ class Answers:
             return self._of_run(path.removeprefix("/v1/runs/"), query)
         routes: dict[str, Callable[[], object]] = {
             "/v1/session": self.session,
-            "/v1/runs": lambda: {"data": [self.run(RUN), self.run(OTHER)], "after": None},
+            "/v1/runs": lambda: {"data": self.runs(), "after": None},
             "/v1/device": self.device,
             "/v1/device/timeline": self.timeline,
             "/v1/device/rows": self.device_rows,
@@ -250,6 +270,8 @@ class Answers:
 
     def _of_run(self, path: str, query: Mapping[str, str]) -> object | None:
         run, _, rest = path.partition("/")
+        if run == OTHER and rest == "history":
+            return replace(self, seed=1, num_steps=self.num_steps * 3 // 4).history()
         routes: dict[str, Callable[[], object]] = {
             "": lambda: self.run(RUN if run == "current" else run),
             "history": lambda: (
@@ -260,19 +282,14 @@ class Answers:
             "checkpoints": lambda: {"data": [{"name": "step_000350", "step": 350, "time": NOW - 30, "bytes": 123_456}]},
             "faults": lambda: {"data": self.faults()},
             "log": lambda: {"data": self.log()},
-            "config": lambda: {
-                "values": {
-                    "learner.learning_rate": 4e-4 if run == "current" else 1e-3,
-                    "seed": 0,
-                    "name": self.text("config"),
-                }
-            },
+            "config": lambda: {"values": self.config(run)},
         }
         return routes[rest]() if rest in routes else None
 
     def config(self, run: str) -> dict[str, Any]:
         rate = 4e-4 if run in ("current", RUN) else 1e-3
-        return {"learner.learning_rate": rate, "seed": 0, "environment.name": self.text("config")}
+        own = {f"{name}.{index}": self.text("value") for index, name in enumerate(self.settings)}
+        return {"learner.learning_rate": rate, "seed": 0, "environment.name": self.text("config"), **own}
 
     def hello(self) -> str:
         """Return the first event of the stream."""

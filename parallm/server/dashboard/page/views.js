@@ -2,6 +2,9 @@
 
 export const VIEWS = [
   { name: "overview", title: "Overview", key: "o", isMain: true, load: () => import("./overview.js") },
+  { name: "curves", title: "Curves", key: "c", isMain: true, load: () => import("./curves.js") },
+  { name: "device", title: "Device", key: "d", needs: "live", load: () => import("./device.js") },
+  { name: "runs", title: "Runs", key: "r", load: () => import("./runs.js") },
   { name: "log", title: "Log", key: "l", isMain: true, load: () => import("./log.js") },
   { name: "settings", title: "Settings", key: "e", load: () => import("./settings.js") },
 ];
