@@ -7,7 +7,7 @@ import json
 import math
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 NOW = 1_763_900_000.0
@@ -42,9 +42,15 @@ class Answers:
     role: str = "admin"
     seed: int = 0
     epoch: str = "b71e"
+    num_texts: int = 1
+    """Rows of each list of texts, and names of each kind."""
     rows: list[dict[str, float]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        names = range(self.num_texts)
+        self.parts = [f"reward_part/{self.text('reward part')}" for _ in names]
+        self.environments = [f"environment/{self.text('environment')}/reward" for _ in names]
+        self.settings = [self.text("setting") for _ in names]
         self.rows = [self.row(step) for step in range(1, self.num_steps + 1)] if self.trains else []
 
     def row(self, step: int) -> dict[str, float]:
@@ -66,8 +72,7 @@ class Answers:
             "parity/mean_abs": 0.0,
             "rollout/tokens_per_second": noise.gauss(5400, 300),
             "seconds/total": noise.gauss(4, 0.3),
-            f"reward_part/{self.text('reward part')}": noise.random(),
-            f"environment/{self.text('environment')}/reward": noise.random(),
+            **{name: noise.random() for name in (*self.parts, *self.environments)},
         }
         return {name: round(value, 6) for name, value in (values | own).items()}
 
@@ -103,6 +108,7 @@ class Answers:
 
     def happenings(self) -> list[dict[str, Any]]:
         kinds = ["started", "evaluated", "published", "saved", "promoted", "fault", "sign", "evaluated"]
+        kinds += [self.text("kind") for _ in range(self.num_texts - 1)]
         return [
             {
                 "time": NOW - 600 + 60 * index,
@@ -146,7 +152,7 @@ class Answers:
             "id": run,
             "name": self.text("run name") if run == RUN else "arithmetic_grpo",
             "began": NOW - 4 * self.num_steps,
-            "ended": None if run == RUN else NOW - 40_000,
+            "ended": None if run == RUN else NOW - self.num_steps,
             "state": state,
             "step": self.num_steps,
             "total_steps": 2 * self.num_steps if run == RUN else self.num_steps,
@@ -161,6 +167,13 @@ class Answers:
             "columns": [],
             "files": [{"name": "metrics.jsonl", "bytes": 1234}],
         }
+
+    def runs(self) -> list[dict[str, Any]]:
+        more = [
+            {**self.run(OTHER), "id": f"other~{index}", "name": self.text("run name")}
+            for index in range(self.num_texts)
+        ]
+        return [self.run(RUN), self.run(OTHER), *(more if self.num_texts > 1 else [])]
 
     def session(self) -> dict[str, Any]:
         return {
@@ -218,8 +231,12 @@ class Answers:
         return {"now": NOW, "work": ["serving", "rollout", "learning"], "spans": spans}
 
     def device_rows(self) -> dict[str, Any]:
-        row = {"id": self.text("request id"), "traffic": "serving", "model": self.text("adapter"), "prompt_tokens": 210}
-        return {"max_rows": 128, "waiting": 3, "rows": [{**row, "sampled": 33, "max_tokens": 512, "seconds": 0.9}]}
+        numbers = {"prompt_tokens": 210, "sampled": 33, "max_tokens": 512, "seconds": 0.9}
+        rows = [
+            {"id": self.text("request id"), "traffic": "serving", "model": self.text("adapter"), **numbers}
+            for _ in range(self.num_texts)
+        ]
+        return {"max_rows": 128, "waiting": 3, "rows": rows}
 
     def rollouts(self, problem: str = "") -> dict[str, Any]:
         rows = [
@@ -239,7 +256,12 @@ class Answers:
         return {"steps": rows if self.trains else [], "damaged": damaged, "dropped": 2}
 
     def groups(self, step: int) -> dict[str, Any]:
-        line = {
+        lines = [self.line(step) for _ in range(max(3, self.num_texts))]
+        groups = [{"group": place, **line} for place, line in enumerate(lines)]
+        return {"step": step, "time": NOW, "groups": groups, "more": 0, "environments": [self.text("environment")]}
+
+    def line(self, step: int) -> dict[str, Any]:
+        return {
             "problem_id": self.text("problem id"),
             "environment": self.text("environment"),
             "prompt": self.text("prompt")[:200],
@@ -251,11 +273,9 @@ class Answers:
             "versions": [step - 1],
             "faulty": [{"kind": self.text("fault kind"), "detail": self.text("detail")[:200]}],
         }
-        groups = [{"group": place, **line} for place in range(3)]
-        return {"step": step, "time": NOW, "groups": groups, "more": 0, "environments": [self.text("environment")]}
 
     def group(self, step: int, place: int) -> dict[str, Any]:
-        completions = [self.completion(index, step) for index in range(3)]
+        completions = [self.completion(index, step) for index in range(max(3, self.num_texts))]
         return {
             "step": step,
             "group": place,
@@ -274,9 +294,9 @@ class Answers:
         learned = index < 2
         return {
             "index": index,
-            "reward": [0.0, 1.0, None][index],
+            "reward": [0.0, 1.0, None][index % 3],
             "parts": {self.text("reward part"): 1.0},
-            "advantage": [-0.5, 0.5, None][index],
+            "advantage": [-0.5, 0.5, None][index % 3],
             "finish_reason": "stop",
             "temperature": 1.0,
             "versions": [
@@ -303,8 +323,9 @@ class Answers:
 
     def recent(self, state: str = "") -> list[dict[str, Any]]:
         rows = []
-        for index, name in enumerate(("waiting", "rewarded", "trained", "dropped")):
-            is_here = index < 3
+        for index in range(4 * self.num_texts):
+            name = ("waiting", "rewarded", "trained", "dropped")[index % 4]
+            is_here = name != "dropped"
             row = {
                 "id": f"{self.text('request id')}-{index}",
                 "policy": "policy",
@@ -324,9 +345,12 @@ class Answers:
         return [row for row in rows if state in ("", row["state"])]
 
     def faults(self) -> list[dict[str, Any]]:
+        return [self.fault() for _ in range(self.num_texts)]
+
+    def fault(self) -> dict[str, Any]:
         culprit = {"problem_id": self.text("problem id"), "group": 3, "index": 1, "reason": self.text("reason")}
-        fault = {"step": 11, "kind": "loss", "time": NOW - 50, "text": self.text("fault"), "culprits": [culprit]}
-        return [fault]
+        own = {"kind": self.text("kind of fault"), "text": self.text("fault")}
+        return {"step": 11, "time": NOW - 50, **own, "culprits": [culprit]}
 
     def raw(self, query: Mapping[str, str]) -> dict[str, Any]:
         since, until = int(query.get("since") or 0), int(query.get("until") or self.num_steps)
@@ -341,7 +365,7 @@ class Answers:
             return self._of_run(path.removeprefix("/v1/runs/"), query)
         routes: dict[str, Callable[[], object]] = {
             "/v1/session": self.session,
-            "/v1/runs": lambda: {"data": [self.run(RUN), self.run(OTHER)], "after": None},
+            "/v1/runs": lambda: {"data": self.runs(), "after": None},
             "/v1/device": self.device,
             "/v1/device/timeline": self.timeline,
             "/v1/device/rows": self.device_rows,
@@ -354,6 +378,8 @@ class Answers:
 
     def _of_run(self, path: str, query: Mapping[str, str]) -> object | None:
         run, _, rest = path.partition("/")
+        if run == OTHER and rest == "history":
+            return replace(self, seed=1, num_steps=self.num_steps * 3 // 4).history()
         routes: dict[str, Callable[[], object]] = {
             "": lambda: self.run(RUN if run == "current" else run),
             "history": lambda: (
@@ -365,13 +391,7 @@ class Answers:
             "faults": lambda: {"data": self.faults()},
             "log": lambda: {"data": self.log()},
             "rollouts": lambda: self.rollouts(query.get("problem", "")),
-            "config": lambda: {
-                "values": {
-                    "learner.learning_rate": 4e-4 if run == "current" else 1e-3,
-                    "seed": 0,
-                    "name": self.text("config"),
-                }
-            },
+            "config": lambda: {"values": self.config(run)},
         }
         if rest.startswith("rollouts/"):
             step, _, group = rest.removeprefix("rollouts/").partition("/")
@@ -380,7 +400,8 @@ class Answers:
 
     def config(self, run: str) -> dict[str, Any]:
         rate = 4e-4 if run in ("current", RUN) else 1e-3
-        return {"learner.learning_rate": rate, "seed": 0, "environment.name": self.text("config")}
+        own = {f"{name}.{index}": self.text("value") for index, name in enumerate(self.settings)}
+        return {"learner.learning_rate": rate, "seed": 0, "environment.name": self.text("config"), **own}
 
     def hello(self) -> str:
         """Return the first event of the stream."""

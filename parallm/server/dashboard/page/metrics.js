@@ -1,5 +1,5 @@
 // The metrics that a person asks for first: label, format, meaning. All others are listed by the prefix of their names.
-import { duration, number, percent } from "./format.js";
+import { cut, duration, number, percent } from "./format.js";
 
 const share = percent;
 const seconds = duration;
@@ -39,7 +39,7 @@ const KNOWN = new Map(SECTIONS.flatMap(([section, rows]) => rows.map(([name, lab
 
 /** Return {name, label, format, help, section} of any metric. */
 export function metricOf(name) {
-  return KNOWN.get(name) ?? { name, label: name, format: number, help: "", section: name.split("/")[0] };
+  return KNOWN.get(name) ?? { name, label: cut(name, 80), format: number, help: "", section: name.split("/")[0] };
 }
 
 /** Return the column of a name; shares that no step names are made from what it counts. */
