@@ -23,7 +23,6 @@ FIELDS = {
     "curves?table=1&find=/": ("reward part", "environment"),
     "samples/60": ("prompt", "answer", "fault kind"),
     "samples/60/1": ("completion", "reward part", "prompt", "fault text"),
-    "traffic": ("prompt", "completion", "reason", "request id"),
 }
 """Fields that a view shows one by one."""
 
