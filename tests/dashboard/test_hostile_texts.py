@@ -3,7 +3,7 @@
 import re
 import unicodedata
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import cycle
 
 import pytest
@@ -35,6 +35,10 @@ class Texts:
 
     def __call__(self, field: str) -> str:
         return next(self._turns[field])
+
+
+def always(text: str) -> Callable[[str], str]:
+    return lambda field: text
 
 
 def shown(text: str) -> str:
@@ -105,7 +109,7 @@ def test_no_name_of_the_server_acts_in_the_header(open_page: OpenPage) -> None:
         watched = open_page(stage)
         expect(watched.page.locator(".news")).to_have_text("live")
         for text in HOSTILE_TEXTS:
-            stage.answers = Answers(num_steps=5, text=lambda field, text=text: text, trains=False)
+            stage.answers = Answers(num_steps=5, text=always(text), trains=False)
             stage.tell("lost", {})
             expect(watched.page.locator("header .run")).to_contain_text(shown(text)[:60].strip())
             assert not did_act(watched.page)
