@@ -1,4 +1,5 @@
 // Starts the page: the session, then the history and the stream at once; opens the view of the address.
+import { mount } from "./actions.js";
 import { h, put, write } from "./element.js";
 import { askForKey } from "./dialogs.js";
 import { buildHeader, buildNavigation, isPossible } from "./header.js";
@@ -111,7 +112,7 @@ async function follow() {
 async function start() {
   takeKeyFromAddress();
   whenKeyIsMissing(askForKey);
-  window.actionsSlot = buildHeader();
+  mount(buildHeader());
   buildNavigation();
   try {
     await readSession();
