@@ -50,7 +50,7 @@ class Server:
 
     @property
     def happenings(self) -> list[dict[str, Any]]:
-        (file,) = self.folder.glob("checkpoints/run/*/happenings.jsonl")
+        (file,) = {file.resolve() for file in self.folder.glob("checkpoints/run/*/happenings.jsonl")}
         return [json.loads(line) for line in file.read_text().splitlines()]
 
 
@@ -90,6 +90,8 @@ class Addressed:
 def page_of(server: Server, open_page: OpenPage, role: str, view: str = "versions", **options: Any) -> Page:
     page = open_page(Addressed(f"{server.url}/dashboard/"), f"#key={KEYS[role]}", **options).page
     expect(page.locator("h1")).to_have_text("Overview")
+    if role == "inference":
+        expect(page.locator(".note").first).to_contain_text("this route needs a key with the role training")
     page.goto(f"{server.url}/dashboard/#{view}")
     return page
 

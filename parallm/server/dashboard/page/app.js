@@ -78,7 +78,7 @@ async function showView() {
   const root = h("div.view", { class: `view-${view.name}` });
   const context = contextOf(place, root);
   const mine = (open = { name: place.view, result: null, close: context.close });
-  put(main, h("h1", view.title), root);
+  put(main, h("h1", view.title), state.denied ? h("p.note", `What training has made is not shown: ${state.denied}.`) : null, root);
   document.title = `${view.title} · ParaLLM`;
   try {
     const module = await view.load();

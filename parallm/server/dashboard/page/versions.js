@@ -69,17 +69,28 @@ export async function open(context) {
 
   const isTrained = (card) => state.session?.trains?.includes(card.name) && card.version === newest(card.name);
   const newest = (of) => Math.max(...known.cards.filter((card) => card.name === of).map((card) => card.version));
+  // a table leaves a cell alone while it has the focus: the buttons of a version are made once and refreshed
+  const changers = new Map();
   function changes(card) {
-    const of = (text, onclick, rest = {}) => button(text, ROLE, onclick, { label: `${text} ${card.id}`, ...rest }).element;
-    const kept = isTrained(card) ? "training goes on from this version" : card.is_served ? "this version serves; promote another first" : "";
-    return h(
-      "span.row-acts",
-      of("Promote", () => promote(card), { why: () => (card.is_served ? "this version serves already" : "") }),
-      of("Pin", () => pin(card)),
-      of("Alias", () => alias(card)),
-      button("Export", "training", () => save(card), { label: `Export ${card.id}` }).element,
-      of("Unload", () => unload(card), { kind: "danger", why: () => kept }),
-    );
+    const kept = changers.get(card.id) ?? changer(card);
+    kept.card = card;
+    for (const one of kept.buttons) one.refresh();
+    return kept.element;
+  }
+  function changer(first) {
+    const kept = { card: first };
+    const of = (text, onclick, why = () => "", role = ROLE, kind = "") =>
+      button(text, role, () => onclick(kept.card), { label: `${text} ${first.id}`, why: () => why(kept.card), kind });
+    kept.buttons = [
+      of("Promote", promote, (card) => (card.is_served ? "this version serves already" : "")),
+      of("Pin", pin),
+      of("Alias", alias),
+      of("Export", save, undefined, "training"),
+      of("Unload", unload, (card) => (isTrained(card) ? "training goes on from this version" : card.is_served ? "this version serves; promote another first" : ""), ROLE, "danger"),
+    ];
+    kept.element = h("span.row-acts", kept.buttons.map((one) => one.element));
+    changers.set(first.id, kept);
+    return kept;
   }
 
   const promote = (card) =>
@@ -135,6 +146,7 @@ export async function open(context) {
     for (const one of acts) one.refresh();
     const others = (card) => (card.name === name() ? 0 : 1);
     rows.show([...known.cards].sort((one, other) => others(one) - others(other) || other.version - one.version));
+    known.cards.forEach(changes);
     put(timeline, chart(known.evaluations ?? [], name(), now?.version ?? null));
     list.show(state.happenings.filter((row) => SHOWN.includes(row.kind)));
   }
