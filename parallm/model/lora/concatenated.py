@@ -56,6 +56,8 @@ class ConcatenatedLora:
         if target not in weights.a_IR:
             return y
         is_own_B1K = self.is_own_B1K[self.adapters.owner[target]]
+        if x.ndim == 2:  # one token of each row, as Mamba-1 hands on
+            is_own_B1K = is_own_B1K[:, 0]
         # not times 0: another adapter's product with a row may be infinite
         if target in weights.joined:
             own_BTK = weights.joined[target].product(target, x, is_own_B1K)
