@@ -44,11 +44,12 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 
 @pytest.fixture(scope="session")
 def load_tiny(tiny_model: Callable[[str], Path]) -> Callable[..., SharedModel]:
-    """`tiny_model` as the engine gets it, loaded once: `load_tiny("llama", rank=4)`."""
+    """`tiny_model` as the engine gets it, loaded once: `load_tiny("llama", rank=4, targets="experts")`."""
 
     @cache
-    def load(architecture: str, rank: int = 4) -> SharedModel:
-        return load_shared_model(ModelSettings(path=str(tiny_model(architecture)), lora=LoraSettings(rank=rank)))
+    def load(architecture: str, rank: int = 4, targets: str | tuple[str, ...] | None = None) -> SharedModel:
+        lora = LoraSettings(rank=rank, targets=targets)
+        return load_shared_model(ModelSettings(path=str(tiny_model(architecture)), lora=lora))
 
     return load
 

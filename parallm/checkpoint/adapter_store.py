@@ -2,7 +2,9 @@
 
 import asyncio
 import io
+import logging
 import re
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,9 +22,11 @@ from parallm.checkpoint.untrusted_files import check_folder, check_safetensors, 
 from parallm.device.thread import DeviceThread
 from parallm.errors import AdapterError
 from parallm.model.adapters.adapter import Adapter, with_arrays
-from parallm.model.adapters.files import from_peft_names, read_adapter
+from parallm.model.adapters.files import from_peft_names, read_adapter, write_exactly, write_peft
 from parallm.model.shared_model import SharedModel
 from parallm.types import BEST, AdapterCard
+
+logger = logging.getLogger(__name__)
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,127}")
 
@@ -133,6 +137,21 @@ class AdapterStore:
         async with self._lock:
             await self._kept.change(lambda table: table.remove_alias(alias, name=name))
 
+    async def archive(self, model: str) -> tuple[AdapterCard, bytes]:
+        """Return a version with its files in a zip archive, which `upload` takes.
+
+        `model` is a name, which means the served version, or a version or alias of it: `poet@3`. The files have PEFT's
+        format, or mlx-lm's where PEFT's names of the layers are unknown or the adapter makes vectors. Raises
+        UnknownModel, AdapterError.
+        """
+        adapter = self._table.resolve(model)
+        if adapter is None:
+            raise AdapterError(f"{model[:100]!r} is the base, which has no adapter; name a version, such as policy@1")
+        with TemporaryDirectory(prefix="parallm-archive-") as temporary:
+            folder = Path(temporary)
+            await self._on_device(partial(self._write, adapter, folder))
+            return self._card(adapter), await asyncio.to_thread(_packed, folder)
+
     async def set_splits(self, splits: Mapping[str, Mapping[str, float]]) -> None:
         """Keep the models of these splits in memory, and no longer those of earlier splits."""
         async with self._lock:
@@ -154,6 +173,16 @@ class AdapterStore:
     def _read(self, name: str, folder: Path) -> Adapter:
         model, version = self._model, self._table.next_version(name)
         return read_adapter(folder, model.targets, model_type=model.model_type, name=name, version=version)
+
+    def _write(self, adapter: Adapter, folder: Path) -> None:
+        model = self._model
+        if adapter.spec is None:
+            try:
+                write_peft(adapter, folder, model.name, model.sha256, model_type=model.model_type)
+                return
+            except AdapterError as error:
+                logger.info("the archive of %s@%d is in mlx-lm's format: %s", adapter.name, adapter.version, error)
+        write_exactly(adapter, folder, num_layers=model.num_layers, base_name=model.name, base_sha256=model.sha256)
 
     def _changed(self, name: str, weights: bytes) -> Adapter:
         served = self._table.resolve(name) or replace(self._start, name=name)
@@ -196,6 +225,14 @@ def _safe_folder(root: Path, path: str, max_bytes: int) -> Path:
     folder = find_adapter(f"{inside_root}@{choice}" if where else str(inside_root))
     check_folder(folder, root, max_bytes)
     return folder
+
+
+def _packed(folder: Path) -> bytes:
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_STORED) as archive:  # numbers of weights hardly shrink
+        for path in sorted(folder.iterdir()):
+            archive.write(path, path.name)
+    return packed.getvalue()
 
 
 def _unpack_safely(archive: bytes, folder: Path, max_bytes: int) -> None:

@@ -3,12 +3,14 @@
 import json
 import sys
 from argparse import Namespace
+from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import httpx
 
-from parallm.cli.connection import address_of, command, connect, get, server, write_table
+from parallm.cli.connection import CommandFailed, address_of, command, connect, get, server, write_table
 from parallm.cli.models import size_text
 from parallm.client.calls import ApiError
 from parallm.client.client import Client
@@ -21,7 +23,7 @@ STATUS_SECONDS = 5.0
 
 @command
 def adapters(arguments: Namespace) -> int:
-    """List, load, promote and forget adapters."""
+    """List, load, promote, save and forget adapters."""
     with server(arguments.host) as client:
         match arguments.action:
             case "load":
@@ -35,9 +37,22 @@ def adapters(arguments: Namespace) -> int:
                 sys.stdout.write(f"{arguments.name} is {arguments.name}@{version}\n")
             case "rm":
                 client.unload_adapter(arguments.model)
+            case "save":
+                _save_adapter(client, arguments.model, arguments.file)
             case _:
                 _list_adapters(client, is_json=arguments.json)
     return 0
+
+
+def _save_adapter(client: Client, model: str, file: str | None) -> None:
+    path = Path(file or f"{model}.zip")
+    content = client.adapter_archive(model)
+    try:
+        with path.open("xb") as archive:
+            archive.write(content)
+    except OSError as error:
+        raise CommandFailed(f"{path} cannot be written: {error.strerror}; name another file") from error
+    sys.stdout.write(f"{path}  {size_text(len(content))}\n")
 
 
 def _list_adapters(client: Client, *, is_json: bool) -> None:
@@ -61,16 +76,20 @@ def _list_adapters(client: Client, *, is_json: bool) -> None:
 
 @command
 def training(arguments: Namespace) -> int:
-    """Watch, pause, resume, step and save training."""
+    """Watch, pause, resume, step, save, evaluate and stop training."""
     with server(arguments.host) as client:
         if arguments.action == "checkpoint":
             for policy, folder in client.checkpoint(arguments.policy).items():
                 sys.stdout.write(f"{policy}  {folder}\n")
             return 0
+        if arguments.action == "evaluate":
+            _evaluate(client, arguments.policy, is_json=arguments.json)
+            return 0
         status = {
             "pause": client.pause_training,
             "resume": client.resume_training,
             "step": client.train_step,
+            "stop": client.stop_training,
             "status": lambda _: client.training_status(),
         }[arguments.action](arguments.policy)
     if arguments.json:
@@ -80,6 +99,22 @@ def training(arguments: Namespace) -> int:
     for name, one in policies.items():
         sys.stdout.write(f"{name + '  ' if name else ''}{_training_line(one)}\n")
     return 0
+
+
+def _evaluate(client: Client, policy: str | None, *, is_json: bool) -> None:
+    rows = client.evaluate(policy)
+    if is_json:
+        sys.stdout.write(f"{json.dumps(rows, indent=2)}\n")
+        return
+    for name, row in rows.items():
+        sys.stdout.write(f"{name}@{row['heldout/version']}  {_score(row)}\n")
+
+
+def _score(row: Mapping[str, Any]) -> str:
+    if row.get("heldout/accuracy") is None:
+        return f"held-out loss {row.get('heldout/loss')}"
+    low, high = row["heldout/low"], row["heldout/high"]
+    return f"held-out accuracy {row['heldout/accuracy']:.1%} ({low:.1%} to {high:.1%})"
 
 
 def _training_line(status: TrainingStatus) -> str:

@@ -156,6 +156,10 @@ def _adapters(parser: Parser) -> None:
     rollback = actions.add_parser("rollback", help="let the bare name mean the version below")
     remove = actions.add_parser("rm", help="forget an adapter, or one version NAME@VERSION")
     remove.add_argument("model", metavar="NAME")
+    save = actions.add_parser("save", help="download an adapter, or one version NAME@VERSION, as a zip archive")
+    save.add_argument("model", metavar="NAME")
+    save.add_argument("file", metavar="FILE", nargs="?", help="NAME.zip without it; no file is replaced")
+    save.set_defaults(action="save")
     for name, action in (("load", load), ("promote", promote), ("rollback", rollback), ("rm", remove)):
         action.set_defaults(action=name)
         if action is not remove:
@@ -164,7 +168,10 @@ def _adapters(parser: Parser) -> None:
 
 def _training(parser: Parser) -> None:
     parser.add_argument(
-        "action", nargs="?", default="status", choices=("status", "pause", "resume", "step", "checkpoint")
+        "action",
+        nargs="?",
+        default="status",
+        choices=("status", "pause", "resume", "step", "checkpoint", "evaluate", "stop"),
     )
     parser.add_argument("--policy", metavar="NAME", help="one of several; all of them without it")
     _json(parser)
@@ -213,8 +220,10 @@ COMMANDS: dict[str, Command] = {
     "rm": Command("parallm.cli.registry:remove", "forget a name, and its files if the server made them", _model),
     "stop": Command("parallm.cli.registry:stop", "unload a model, or end the user's own server", _stop),
     "embed": Command("parallm.cli.models:embed", "print a vector for each text, as lines of JSON", _embed),
-    "adapters": Command("parallm.cli.control:adapters", "list, load, promote and forget adapters", _adapters),
-    "training": Command("parallm.cli.control:training", "watch, pause, resume, step and save training", _training),
+    "adapters": Command("parallm.cli.control:adapters", "list, load, promote, save and forget adapters", _adapters),
+    "training": Command(
+        "parallm.cli.control:training", "watch, pause, step, save, evaluate and stop training", _training
+    ),
     "status": Command("parallm.cli.control:status", "say whether a server answers; exit code 0, 3 (none), 4", _json),
     "service": Command(
         "parallm.cli.service:service",

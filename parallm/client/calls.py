@@ -81,11 +81,13 @@ class Call(Generic[Result]):
     fields: Mapping[str, Any] | None = None
     """Fields of a JSON body."""
     content: bytes | None = None
+    is_file: bool = False
+    """Whether the answer is a file, whose bytes `read` gets."""
 
     def result(self, response: httpx.Response) -> Result:
         """Read the answer. Raises ApiError for anything but success."""
         if response.is_success:
-            return self.read(response.json())
+            return self.read(response.content if self.is_file else response.json())
         try:
             raise _refusal(response.status_code, response.json())
         except (ValueError, KeyError, TypeError):

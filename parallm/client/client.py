@@ -167,6 +167,11 @@ class Requests(Generic[Http]):
         return Call("DELETE", f"/v1/adapters/{quote(model, safe='@')}", _read_nothing)
 
     @method
+    def adapter_archive(self, model: str) -> Call[bytes]:
+        """Return `poet`, `poet@3` or `poet@alias` as a zip archive, which `upload_adapter` takes."""
+        return Call("GET", f"/v1/adapters/{quote(model, safe='@')}/archive", bytes, is_file=True)
+
+    @method
     def promote(self, version: int, name: str = POLICY) -> Call[None]:
         """Let the bare name mean this version."""
         return Call("POST", "/v1/adapters/promote", _read_nothing, {"name": name, "version": version})
@@ -229,6 +234,17 @@ class Requests(Generic[Http]):
     def checkpoint(self, policy: str | None = None) -> Call[dict[str, str]]:
         """Save after the present step. Returns the folder of each policy's checkpoint, on the server's disk."""
         return Call("POST", "/v1/training/checkpoint", lambda answer: dict(answer["folders"]), _given(policy=policy))
+
+    @method
+    def evaluate(self, policy: str | None = None) -> Call[dict[str, dict[str, Any]]]:
+        """Evaluate the newest version after the present step, unless it was. Returns a row of `evaluations.jsonl` for
+        each policy."""
+        return Call("POST", "/v1/training/evaluate", lambda answer: dict(answer["evaluations"]), _given(policy=policy))
+
+    @method
+    def stop_training(self, policy: str | None = None) -> Call[TrainingStatus]:
+        """End training after the present step and save. The server goes on serving."""
+        return Call("POST", "/v1/training/stop", read_status, _given(policy=policy))
 
     @method
     def reward(self, trajectory_id: str, value: Reward) -> Call[float]:

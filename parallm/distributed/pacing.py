@@ -13,9 +13,10 @@ from typing import Any, TypeVar
 
 from parallm.distributed.exchange import Gathering
 from parallm.distributed.wire import pack, unpack
-from parallm.errors import CheckpointError, Unavailable, WorkersDiffer
+from parallm.errors import CheckpointError, EnvironmentFailed, Unavailable, WorkersDiffer
 from parallm.metrics.log_capture import PROGRESS
-from parallm.trainer.pacing import POLL_SECONDS, Pacing
+from parallm.reports import EvaluationReport
+from parallm.trainer.pacing import POLL_SECONDS, Evaluate, Pacing, Save, settle
 
 Result = TypeVar("Result")
 
@@ -27,20 +28,22 @@ class SharedPacing(Pacing):
 
     def __init__(
         self,
-        save: Callable[[], Awaitable[Path]],
+        save: Save,
+        evaluate: Evaluate,
         *,
         exchange: Gathering,
         version: Callable[[], tuple[int, str]],
         on_difference: Callable[[str], None] = lambda _: None,
     ) -> None:
         """`version`: number and digest of the learner's newest version. `on_difference` gets how versions differ."""
-        super().__init__(save)
+        super().__init__(save, evaluate)
         self._on_difference = on_difference
         self._exchange = exchange
         self._newest = version
         self._commands: list[str] = []
         self._asked_steps: list[asyncio.Future[None]] = []
         self._asked_saves: list[asyncio.Future[Path]] = []
+        self._asked_evaluations: list[asyncio.Future[EvaluationReport]] = []
         self._numbers = itertools.count()
         self._logged: int | None = None  # version whose digest is in the log
         self._longest_pause = POLL_SECONDS
@@ -51,6 +54,10 @@ class SharedPacing(Pacing):
 
     def stop(self) -> None:
         self._ask("stop")
+
+    def finish(self) -> None:
+        self._check()
+        self._ask("finish")
 
     def pause(self) -> None:
         self._check()
@@ -74,6 +81,13 @@ class SharedPacing(Pacing):
         self._ask("save")
         return await future
 
+    async def evaluate(self) -> EvaluationReport:
+        self._check()
+        future: asyncio.Future[EvaluationReport] = asyncio.get_running_loop().create_future()
+        self._asked_evaluations.append(future)
+        self._ask("evaluate")
+        return await future
+
     async def between_steps(self, work: Callable[[], Awaitable[Result]]) -> Result:
         """Run `work` at rank 0, which alone writes checkpoints. Raises Unavailable elsewhere."""
         if self._exchange.rank != 0:
@@ -85,7 +99,7 @@ class SharedPacing(Pacing):
 
     def end(self) -> None:
         super().end()
-        asked: list[asyncio.Future[Any]] = [*self._asked_steps, *self._asked_saves]
+        asked: list[asyncio.Future[Any]] = [*self._asked_steps, *self._asked_saves, *self._asked_evaluations]
         for future in asked:
             if not future.done():
                 future.set_exception(Unavailable("training has ended; the versions that it made are served on"))
@@ -107,6 +121,8 @@ class SharedPacing(Pacing):
         given = [command for state in states for command in state["commands"]]
         if "stop" in given:
             super().stop()
+        elif "finish" in given:
+            super().finish()
         for command in given:
             if command == "pause":
                 super().pause()
@@ -116,8 +132,23 @@ class SharedPacing(Pacing):
                 self._allowed += 1
         number = self._num_begun + self._allowed if self._allowed else self._num_finished + 1
         self._steps += [(number, future) for future in asked]
+        if "evaluate" in given:
+            await self._evaluate_for_all()
         if "save" in given:
             await self._save_for_all()
+
+    async def _evaluate_for_all(self) -> None:
+        """Evaluate, each worker its share, and hand the report, or the error, to all who asked this one."""
+        asked = tuple(self._asked_evaluations)
+        report: EvaluationReport | None = None
+        error: Exception | None = None
+        try:
+            report = await self._evaluate()
+        except (EnvironmentFailed, Unavailable) as failure:
+            error = failure
+        for future in asked:
+            self._asked_evaluations.remove(future)
+            settle(future, report, error)
 
     async def _save_for_all(self) -> None:
         """Save at rank 0 and hand its folder, or its error, to all who asked."""

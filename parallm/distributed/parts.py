@@ -37,9 +37,9 @@ from parallm.rollout.collector import Collector
 from parallm.rollout.evaluation import Evaluator
 from parallm.rollout.runner import Generate
 from parallm.tasks.encoder_learner import EncoderLearner
-from parallm.trainer.pacing import Pacing
+from parallm.trainer.pacing import Evaluate, Pacing, Save
 
-MakePacing = Callable[[Callable[[], Awaitable[Path]]], Pacing]
+MakePacing = Callable[[Save, Evaluate], Pacing]
 
 
 class Single:

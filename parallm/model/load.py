@@ -41,6 +41,7 @@ from parallm.model.kernels.cuda import has_kernels
 from parallm.model.lora.linear import LoraContext, merge_linears
 from parallm.model.lora.targets import InputRecorder, install_lora
 from parallm.model.patches.forward import find_trunk, install_forward
+from parallm.model.patches.recurrence import install_recurrence
 from parallm.model.patches.rotary import install_rotary
 from parallm.model.precision import is_in_range, may_be_float16
 from parallm.model.quantized import arrange_quantized, cast, check_experts, choose_dtype
@@ -59,6 +60,9 @@ FIRST_TOKENS = [[0, 1, 2, 3]]
 FINGERPRINT_VALUES = 16  # of each array
 MAX_REASON = 500  # characters of an error of the libraries, which may list every tensor
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length", "max_sequence_length")
+CHOSEN_EXPERTS_KEYS = (
+    *("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_top_k", "moe_topk", "moe_k"),
+)
 UNBOUNDED = sys.maxsize
 """Positions of a model whose config.json names no limit, such as a recurrent one."""
 ROPE_WITHIN = ("default", "su", "longrope", "llama3")
@@ -154,11 +158,12 @@ def share_units(
     arrange_quantized(base, settings.quantized, dtype)
     _freeze(base)
     install_forward(base)
+    install_recurrence(base)
     install_rotary(base)
     lora_context = LoraContext()
     targets = install_lora(base, settings.lora, lora_context)
     if parallel is not None:
-        targets = {name: parallel.whole_shape(name, *shape) for name, shape in targets.items()}
+        targets = {name: parallel.whole_shape(name, shape) for name, shape in targets.items()}
         sum_outputs(base, parallel)
     yield from _evaluated(_arrays(base), _arrays(base))
     owner, name = find_trunk(base)
@@ -178,6 +183,7 @@ def share_units(
         trunk_name=name,
         is_batch_invariant=can_batch(base, model_type),
         has_states=keeps_states(base, model_type),
+        experts_per_token=experts_per_token(text_config),
         parallel=parallel,
     )
     yield None
@@ -415,6 +421,12 @@ def max_positions(config: Mapping[str, Any]) -> int:
         return positions
     trained = int(scaling.get("original_max_position_embeddings") or positions)
     return max(positions, int(trained * float(scaling.get("factor") or 1)))
+
+
+def experts_per_token(config: Mapping[str, Any]) -> int:
+    """Experts that a mixture computes for each token, the most of any layer; 1 for a model without experts."""
+    chosen = next((config[key] for key in CHOSEN_EXPERTS_KEYS if config.get(key)), 1)
+    return int(max(chosen) if isinstance(chosen, list) else chosen)
 
 
 def _model_type(config: Mapping[str, Any]) -> str:

@@ -27,8 +27,8 @@ class LoraSettings:
     dropout: float | None = Field(default=None, ge=0, lt=1)
     """Share of the inputs of an adapter that each update drops, also of a given adapter; null: as it has it, else 0."""
     targets: str | tuple[str, ...] | None = None
-    """`all-linear` (all but embedding, head, routers and experts), or names of linear layers, e.g. [q_proj, v_proj];
-    null: all-linear."""
+    """`all-linear` (all but embedding, head, routers and experts), `experts` (those of a mixture), both, or names of
+    layers, e.g. [q_proj, v_proj]; null: all-linear."""
     layers: int | tuple[int, ...] | LayerRange | None = None
     """Layers that have targets: `all`, a number of last ones, a list, or a range such as 8-15; null: all."""
 

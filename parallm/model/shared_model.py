@@ -19,6 +19,7 @@ from parallm.model.attention import at_least_rows
 from parallm.model.chat.tokenizer import ChatTokenizer
 from parallm.model.kernels.cuda import on_cuda
 from parallm.model.lora.linear import LoraBinding, LoraContext
+from parallm.model.lora.targets import Shape
 from parallm.model.patches.forward import OwnCache, Replay
 from parallm.model.task_spec import ENCODERS
 from parallm.model.tensor_parallel import TensorParallel
@@ -41,8 +42,8 @@ class SharedModel:
     sha256: str
     """The base's fingerprint; see `load.fingerprint`."""
     lora_context: LoraContext
-    targets: Mapping[str, tuple[int, int]]
-    """LoRA target -> (inputs, outputs)."""
+    targets: Mapping[str, Shape]
+    """LoRA target -> (inputs, outputs), or (experts, inputs, outputs)."""
     tokenizer: ChatTokenizer
     vocabulary_size: int
     max_context: int
@@ -57,6 +58,8 @@ class SharedModel:
     """Whether rows of different lengths can share one forward; see `can_batch`."""
     has_states: bool = False
     """Whether layers keep states beside keys and values, or alone; see `keeps_states`."""
+    experts_per_token: int = 1
+    """Experts that a mixture's layer computes for each token."""
     parallel: TensorParallel | None = None
     """How the base is cut, if this process holds a part of it."""
     writes_text: bool = True

@@ -65,8 +65,9 @@ class TensorParallel:
     """The stream of all sums; None: that of the caller. On a CPU several streams compute, and sums of all must begin in
     the same order on all ranks."""
 
-    def whole_shape(self, target: str, inputs: int, outputs: int) -> tuple[int, int]:
-        """Inputs and outputs of a target in the whole base."""
+    def whole_shape(self, target: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The inputs and outputs of a linear layer in the whole base."""
+        inputs, outputs = shape  # a base with experts is not cut
         size = self.ranks.group.size()
         return inputs * (size if target in self.by_inputs else 1), outputs * (size if target in self.by_outputs else 1)
 

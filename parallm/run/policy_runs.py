@@ -26,13 +26,16 @@ from parallm.integrations.atropos.source import AtroposSource
 from parallm.metrics.display import Display
 from parallm.metrics.eta import Schedule
 from parallm.metrics.formatting import short_path
+from parallm.metrics.happenings import Happenings
 from parallm.metrics.log_capture import PROGRESS
 from parallm.metrics.record import RunRecorder
 from parallm.metrics.settings import MetricsSettings
+from parallm.metrics.step import FlatRow, evaluation_row
 from parallm.model.adapters.table import AdapterTable
 from parallm.reports import TrainingStatus
 from parallm.rollout.live.source import LiveSource
 from parallm.rollout.reward_model import RewardModel
+from parallm.server.operation.acts import Act
 from parallm.trainer.given_update import GivenUpdates
 from parallm.trainer.loop import Loop
 from parallm.types import GivenTrajectory, GivenUpdate
@@ -135,6 +138,23 @@ def make_policy_specs(
         )
         for name, policy in configs.items()
     )
+
+
+def happenings_of(policies: Sequence[PolicyRun]) -> dict[str, Happenings]:
+    """Return what happens to each policy, with what its run has noted before."""
+    return {policy.name: Happenings(policy.spec.folder, policy.name, partial(_step_of, policy)) for policy in policies}
+
+
+def _step_of(policy: PolicyRun) -> int:
+    return policy.trainer.status.step
+
+
+def note_act(happenings: Mapping[str, Happenings], act: Act) -> None:
+    """Note an act with the policy that it names, or with all of them."""
+    names = [str(act.values[field]).partition("@")[0] for field in ("policy", "name", "model") if field in act.values]
+    named = [name for name in names if name in happenings]
+    for name in named[:1] or happenings:
+        happenings[name].add(act.kind, what=act.what, by=act.by, text=act.text, values=act.values, refused=act.refused)
 
 
 async def train_all(runs: Sequence[PolicyRun]) -> dict[str, BaseException]:
@@ -272,6 +292,25 @@ class TrainingControl:
         """Save after the present step and return the folder of each policy's checkpoint. Raises CheckpointError."""
         runs = self._chosen(policy)
         return self._by_name(runs, await asyncio.gather(*(run.trainer.pacing.checkpoint() for run in runs)))
+
+    async def evaluate(self, policy: str | None) -> Mapping[str, FlatRow]:
+        """Evaluate the newest versions after the present step, unless they were. Returns the rows by policy."""
+        runs = self._chosen(policy)
+        reports = await asyncio.gather(*(run.trainer.pacing.evaluate() for run in runs))
+        return {run.name: evaluation_row(report) for run, report in zip(runs, reports, strict=True)}
+
+    async def stop(self, policy: str | None) -> None:
+        """End training after the present step, save, and serve on. Returns when the policies have ended.
+
+        Raises TrainingStopped for one that could not save, or ended by another error.
+        """
+        runs = self._chosen(policy)
+        runs = [run for run in runs if not run.trainer.pacing.has_ended] or runs
+        for run in runs:
+            run.trainer.pacing.finish()
+        await asyncio.gather(*(run.trainer.pacing.ended() for run in runs))
+        if failures := [f"{run.name}: {run.status.message}" for run in runs if run.status.state == "failed"]:
+            raise TrainingStopped("; ".join(failures))
 
     def _chosen(self, policy: str | None) -> list[PolicyRun]:
         names = [run.name for run in self._runs]

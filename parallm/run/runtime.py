@@ -44,7 +44,7 @@ from parallm.model.adapters.adapter import Adapter
 from parallm.model.adapters.initial import starting_adapter
 from parallm.model.adapters.reward_head import read_reward_model, refuse_head
 from parallm.model.adapters.table import AdapterTable
-from parallm.model.gguf.folder import WEIGHTS
+from parallm.model.gguf.folder import WEIGHTS, weights_of
 from parallm.model.kernels.compiler import Specialization
 from parallm.model.kernels.cuda import has_kernels, on_cuda, target
 from parallm.model.kernels.preparation import prepare_kernels
@@ -61,6 +61,7 @@ from parallm.run.sampling_defaults import sampling_defaults
 from parallm.server.app import create_app
 from parallm.server.engine_gateway import CompletionListener
 from parallm.server.interfaces import Training, Trajectories
+from parallm.server.operation.acts import Act
 from parallm.server.operation.http_server import HttpServer, Listener
 from parallm.server.operation.request_context import writing_request_log
 from parallm.server.operation.tracing import Traces, exporting_traces
@@ -280,9 +281,11 @@ async def open_application(
     reward_models: Mapping[str, RewardModel] | None = None,
     jobs: Jobs | None = None,
     pool: Pool | None = None,
+    on_act: Callable[[Act], None] = lambda _: None,
 ) -> AsyncIterator[Application]:
     """Answer requests until the end, over HTTP if `listener` is bound; clients that connect before wait.
 
+    `on_act` gets what clients do to training and to what is served.
     `training` is clients' control of the trainers. The other parts are by policy: where clients' trajectories go, what
     records sampled completions, and the reward models of rollouts.
     """
@@ -312,6 +315,7 @@ async def open_application(
         replica=runtime.host,
         jobs=jobs,
         models=pool,
+        on_act=on_act,
     )
     if settings.server.ollama:
         service.base = await asyncio.to_thread(_own_base, runtime)
@@ -339,7 +343,7 @@ def _own_base(runtime: Runtime) -> OwnBase:
     model, folder, source = runtime.model, runtime.base_folder, runtime.settings.model.path
     weights = folder / WEIGHTS
     if weights.exists():
-        described = describe_gguf(source, weights.resolve())
+        described = describe_gguf(source, weights_of(folder))
     else:
         described = describe(source, folder, digest_of(folder))
     level = described.quantization or DTYPES[model.dtype]

@@ -41,8 +41,10 @@ from parallm.run.policy_runs import (
     PolicyRun,
     TrainingControl,
     combined_status,
+    happenings_of,
     how_to_resume,
     make_policy_specs,
+    note_act,
     raise_failures,
     train_all,
 )
@@ -94,6 +96,12 @@ class TrainingRun:
     @property
     def was_stopped(self) -> bool:
         return any(policy.trainer.was_stopped for policy in self.policies)
+
+    @property
+    def serves_on(self) -> bool:
+        """Whether a client has stopped training, and no signal the process."""
+        stopped = [policy.trainer.pacing for policy in self.policies if policy.trainer.was_stopped]
+        return bool(stopped) and all(pacing.serves_on for pacing in stopped)
 
     def describe(self) -> str:
         """Return what the run does, for a service manager."""
@@ -196,6 +204,7 @@ async def open_training(
                 listener,
                 lambda: combined_status({policy.name: policy.status for policy in policies}),
                 training=control,
+                on_act=partial(note_act, happenings_of(policies)),
                 trajectories={policy.name: policy.live for policy in policies if policy.live},
                 sample_stores={
                     policy.name: policy.atropos.sample_store.record for policy in policies if policy.atropos
@@ -235,7 +244,8 @@ async def _train(config: RunConfig, folder: Path, blas: BlasReport, parts: Singl
             parts.leave()
             if run.was_stopped:
                 run.display.message(how_to_resume(config, folder, run.policies))
-            elif config.trainer.keep_serving and run.server is not None:
+            is_to_serve = run.serves_on or (config.trainer.keep_serving and not run.was_stopped)
+            if is_to_serve and run.server is not None:
                 sys.stdout.write(f"training has ended; {shown_url(run.server.url)} answers until Ctrl-C\n")
                 await until_signal()
 

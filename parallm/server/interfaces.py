@@ -160,6 +160,9 @@ class Adapters(Protocol):
     async def roll_back(self, name: str) -> int: ...
     async def set_alias(self, alias: str, name: str, version: int) -> None: ...
     async def remove_alias(self, alias: str, name: str) -> None: ...
+    async def archive(self, model: str) -> tuple[AdapterCard, bytes]:
+        """Return a version with a zip archive of its files. Raises UnknownModel, AdapterError."""
+
     async def set_splits(self, splits: Mapping[str, Mapping[str, float]]) -> None:
         """Keep the models of these splits in memory, and nothing for the sake of splits before."""
 
@@ -345,6 +348,15 @@ class Training(Protocol):
 
     async def checkpoint(self, policy: str | None) -> Mapping[str, str]:
         """Save after the present step. Returns the folders by policy. Raises CheckpointError."""
+
+    async def evaluate(self, policy: str | None) -> Mapping[str, Mapping[str, Any]]:
+        """Evaluate the newest versions after the present step. Returns rows of `evaluations.jsonl` by policy.
+
+        Raises EnvironmentFailed.
+        """
+
+    async def stop(self, policy: str | None) -> None:
+        """End training after the present step, save, and serve on. Raises TrainingStopped if it ended by an error."""
 
 
 class Trajectories(Protocol):

@@ -262,6 +262,7 @@ _DOCUMENTS: Mapping[str, Row] = {
     "POST /update_adapter_weights": Row(
         (), (adapters.AdapterEntry,), parameters=({**NAME, "required": True},), body_type="application/octet-stream"
     ),
+    "GET /v1/adapters/{model}/archive": Row((), (), media_type="application/zip"),
     "DELETE /v1/adapters/{model}, DELETE /v1/adapters/{name}/aliases/{alias}": Row((), (Done,)),
     "POST /v1/adapters/promote": Row((adapters.PromoteBody,), (adapters.NameMeans,), VERSION),
     "POST /v1/adapters/rollback": Row((adapters.RollBackBody,), (adapters.NameMeans,), {"name": "poet"}),
@@ -377,7 +378,7 @@ _DOCUMENTS: Mapping[str, Row] = {
         errors=(507,),
     ),
     "GET /v1/training/status, GET /debug/training": Row(answer_example=STATUS),
-    "POST /v1/training/pause, POST /v1/training/resume": Row(
+    "POST /v1/training/pause, POST /v1/training/resume, POST /v1/training/stop": Row(
         (training.TrainingBody,), (), {"policy": None}, answer_example=STATUS
     ),
     "POST /v1/training/update": Row(
@@ -396,6 +397,7 @@ _DOCUMENTS: Mapping[str, Row] = {
     "POST /v1/training/checkpoint, POST /training/checkpoint": Row(
         (training.TrainingBody,), (training.CheckpointAnswer,), {}
     ),
+    "POST /v1/training/evaluate": Row((training.TrainingBody,), (training.EvaluationAnswer,), {}),
     "POST /v1/replica/join": Row((replicas.JoinBody,), (replicas.JoinAnswer,), TRAINER),
     "PUT /v1/replica/versions/{version}": Row((), (replicas.ReceivedVersion,), body_type="application/octet-stream"),
     "POST /v1/replica/generate": Row(

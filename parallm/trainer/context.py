@@ -1,8 +1,7 @@
 """The parts of one training run. `run/build_trainer.py` makes it, the trainer drives it."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from parallm.checkpoint.manager import CheckpointManager
 from parallm.checkpoint.state import Fingerprint, RunFacts
@@ -18,7 +17,7 @@ from parallm.rollout.evaluation import Evaluator
 from parallm.tasks.encoder_learner import EncoderLearner
 from parallm.trainer.encoder_evaluators import EncoderEvaluator
 from parallm.trainer.evaluators import DemonstrationEvaluator, PairEvaluator
-from parallm.trainer.pacing import Pacing
+from parallm.trainer.pacing import Evaluate, Pacing, Save
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +35,8 @@ class TrainerContext:
     facts: RunFacts
     recorder: RunRecorder
     display: Display
-    make_pacing: Callable[[Callable[[], Awaitable[Path]]], Pacing] = Pacing
-    """Called with what saves between two steps."""
+    make_pacing: Callable[[Save, Evaluate], Pacing] = Pacing
+    """Called with what saves and what evaluates between two steps."""
 
     @property
     def policy(self) -> str:

@@ -53,11 +53,18 @@ class Evaluations:
         """Whether the last `trainer.patience` evaluations were no better than the best before them."""
         return 0 < self._settings.patience <= self._since_best
 
-    async def evaluate(self, step: int, stopped: asyncio.Event) -> EvaluationReport | None:
+    def of(self, version: int) -> EvaluationReport | None:
+        """Return the newest evaluation if it is of this version."""
+        return self._latest if self._latest is not None and self._latest.version == version else None
+
+    async def evaluate(
+        self, step: int, stopped: asyncio.Event, *, is_requested: bool = False
+    ) -> EvaluationReport | None:
         """Evaluate and report the newest version, and set the alias `best` to it if its score is the highest.
 
         The score is the accuracy, or the negative loss of held-out demonstrations. Returns None without an evaluator,
-        and if `stopped` is set before the end. Raises EnvironmentFailed if nothing can be scored before the first step.
+        and if `stopped` is set before the end. One that a client has requested costs no patience. Raises
+        EnvironmentFailed if nothing can be scored before the first step.
         """
         if self._context.evaluator is None:
             return None
@@ -78,15 +85,17 @@ class Evaluations:
         self._latest = report = evaluation.report
         self._context.recorder.evaluation(report, evaluation.completions)
         self._context.display.evaluation(report)
-        self._rank(report)
+        self._rank(report, costs_patience=report.step > 0 and not is_requested)
         return report
 
-    def _rank(self, report: EvaluationReport) -> None:
-        """Update best version and patience. Before training, the base costs no patience and cannot be best."""
+    def _rank(self, report: EvaluationReport, *, costs_patience: bool) -> None:
+        """Update best version and patience. The base cannot be best."""
         counts = report.version > 0 and math.isfinite(report.score)
         is_better = counts and (self._best is None or report.score > self._best)
-        if report.step > 0:
-            self._since_best = 0 if is_better else self._since_best + 1
+        if is_better:
+            self._since_best = 0
+        elif costs_patience:
+            self._since_best += 1
         if is_better or (counts and report.score == self._best):
             self._best, self._best_version = report.score, report.version
             self._mark_best(report.version)

@@ -17,7 +17,7 @@ from parallm.checkpoint.state import TrainingState
 from parallm.errors import CheckpointError, TrainingStopped, Unavailable
 from parallm.metrics.step import StepMetrics
 from parallm.model.adapters.adapter import Adapter
-from parallm.reports import State, TrainingStatus, UpdateReport
+from parallm.reports import EvaluationReport, State, TrainingStatus, UpdateReport
 from parallm.trainer.context import TrainerContext
 from parallm.trainer.evaluations import Evaluations
 from parallm.trainer.guard import Guard, Verdict
@@ -45,7 +45,7 @@ class Loop(ABC):
         self._guard = Guard(settings.guard, compares=context.learner.adapter.dropout == 0)
         self._recovery = Recovery(context, self._guard, self._publication)
         self._saver = Saver(context.device, context.checkpoints, self._state, on_save=self._on_save)
-        self.pacing = context.make_pacing(self._save_now)
+        self.pacing = context.make_pacing(self._save_now, self._evaluate_now)
         self._step = 0  # finished steps
         self._version = context.learner.adapter.version  # after the last finished step
         self._has_updated = False  # within the unfinished step, which may leave the version as it is
@@ -62,6 +62,10 @@ class Loop(ABC):
     def _is_ready(self) -> bool:
         """Whether there are groups to train on; overridden by trainers that wait for them."""
         return True
+
+    def _missing(self) -> str:
+        """Why no step begins before clients send more; empty if one may begin by itself. Called if not ready."""
+        return ""
 
     def _on_save(self, step: int) -> None:  # noqa: B027  # most loops need not know
         """Called when a checkpoint holds all steps up to `step`."""
@@ -134,6 +138,8 @@ class Loop(ABC):
         state: State = "paused" if self.pacing.is_paused else "collecting"
         if self.status.state != state:
             self._set(state)
+        if self.pacing.awaits_step and (missing := self._missing()):
+            self.pacing.refuse_steps(missing)
 
     async def _step_and_save(self) -> None:
         verdict = await self._one_step()
@@ -211,10 +217,23 @@ class Loop(ABC):
         self._set("saving")
         return await self._saver.save()
 
-    async def _evaluate(self) -> None:
+    async def _evaluate_now(self) -> EvaluationReport:
+        """Evaluate on request between two steps, unless the newest version was. Raises Unavailable."""
+        if self._context.evaluator is None:
+            raise Unavailable(
+                "this run has nothing held out to evaluate on; set trainer.evaluate_problems above 0 and use an "
+                "environment with a test split, or learner.data_held_out"
+            )
+        report = self._evaluations.of(self._context.learner.adapter.version)
+        report = report or await self._evaluate(is_requested=True)
+        if report is None:
+            raise Unavailable("the evaluation was dropped; the log of the run says why")
+        return report
+
+    async def _evaluate(self, *, is_requested: bool = False) -> EvaluationReport | None:
         if self._context.evaluator is not None:
             self._set("evaluating")
-        report = await self._evaluations.evaluate(self._step, self.pacing.stopping)
+        report = await self._evaluations.evaluate(self._step, self.pacing.stopping, is_requested=is_requested)
         if report is not None:
             self._publication.evaluated(report)
         if self._evaluations.is_out_of_patience:
@@ -222,6 +241,7 @@ class Loop(ABC):
                 f"training ends after step {self._step}: the last {self._settings.patience} evaluations were no better "
                 "than the best before them (trainer.patience)"
             )
+        return report
 
     async def _rescue(self) -> None:
         """Save the finished steps, unless an error left a step half done."""

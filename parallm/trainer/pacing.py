@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from parallm.errors import Unavailable
+from parallm.reports import EvaluationReport
 
 Result = TypeVar("Result")
 What = TypeVar("What")
 Work = Callable[[], Awaitable[Any]]
+Save = Callable[[], Awaitable[Path]]
+Evaluate = Callable[[], Awaitable[EvaluationReport]]
 
 MAX_REQUESTS = 16
 """Requests that may wait for the end of a step; each holds a request body."""
@@ -24,18 +27,21 @@ POLL_SECONDS = 0.2
 class Pacing:
     """Decides when the next step may begin, and serves requests between steps."""
 
-    def __init__(self, save: Callable[[], Awaitable[Path]]) -> None:
+    def __init__(self, save: Save, evaluate: Evaluate) -> None:
         self._save = save
+        self._evaluate = evaluate
         self._allowed: int | None = None  # steps that may begin while paused; None: not paused
         self._num_begun = 0
         self._num_finished = 0
         self._changed = asyncio.Event()
         self._requests: list[tuple[Work, asyncio.Future[Any]]] = []
         self._steps: list[tuple[int, asyncio.Future[None]]] = []  # number of finished steps awaited
-        self._has_ended = False
+        self._ended = asyncio.Event()
         self._is_waiting = False  # between two steps
         self.stopping = asyncio.Event()
         """Set when the run is to finish its step, save and end."""
+        self.serves_on = False
+        """Whether `finish` has ended the run, after which the process goes on serving."""
         self._longest_pause: float | None = (
             None  # seconds between two looks at requests while paused; None: until woken
         )
@@ -47,7 +53,12 @@ class Pacing:
     @property
     def is_pausing(self) -> bool:
         """Whether a pause is waiting for the end of the present step."""
-        return self.is_paused and not self._is_waiting and not self._has_ended
+        return self.is_paused and not self._is_waiting and not self.has_ended
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether no further step will come."""
+        return self._ended.is_set()
 
     def pause(self) -> None:
         """Begin no further step; the present one ends first. Raises Unavailable if training has ended."""
@@ -62,7 +73,8 @@ class Pacing:
         self.wake()
 
     async def step(self) -> None:
-        """Wait for one step: a single new one if paused, else the present one. Raises Unavailable."""
+        """Wait for one step: a single new one if paused, else the present one. Raises Unavailable, also by
+        `refuse_steps`."""
         self._check()
         if self._allowed is not None:
             self._allowed += 1
@@ -75,10 +87,16 @@ class Pacing:
         folder: Path = await self._queue(self._requests, self._save)
         return folder
 
+    async def evaluate(self) -> EvaluationReport:
+        """Evaluate the newest version after the present step. Raises Unavailable, EnvironmentFailed."""
+        self._check()
+        report: EvaluationReport = await self._queue(self._requests, self._evaluate)
+        return report
+
     async def between_steps(self, work: Callable[[], Awaitable[Result]]) -> Result:
         """Run `work` after the present step and return its result. Raises Unavailable, also if too many wait."""
         self._check()
-        if sum(waiting != self._save for waiting, _ in self._requests) >= MAX_REQUESTS:
+        if sum(waiting not in (self._save, self._evaluate) for waiting, _ in self._requests) >= MAX_REQUESTS:
             raise Unavailable(f"{MAX_REQUESTS} updates wait for the end of the present step already; try again later")
         result: Result = await self._queue(self._requests, work)
         return result
@@ -89,8 +107,35 @@ class Pacing:
         self.wake()
         return await future
 
+    @property
+    def awaits_step(self) -> bool:
+        """Whether a caller of `step` waits for a step that has not begun."""
+        return any(number > self._num_finished and not future.done() for number, future in self._steps)
+
+    def refuse_steps(self, reason: str) -> None:
+        """Raise Unavailable with `reason` in all callers of `step`; those of a pause begin no step any more."""
+        for _, future in self._steps:
+            settle(future, error=Unavailable(reason))
+        self._steps = []
+        if self._allowed is not None:
+            self._allowed = 0
+
     def stop(self) -> None:
-        """End after the present step."""
+        """End after the present step; the process leaves."""
+        self._stop(serves_on=False)
+
+    def finish(self) -> None:
+        """End after the present step; the process goes on serving. Raises Unavailable if training has ended."""
+        self._check()
+        if not self.stopping.is_set():
+            self._stop(serves_on=True)
+
+    async def ended(self) -> None:
+        """Wait until the run has saved and ended, or failed."""
+        await self._ended.wait()
+
+    def _stop(self, *, serves_on: bool) -> None:
+        self.serves_on = serves_on
         self.stopping.set()
         self.wake()
 
@@ -126,23 +171,23 @@ class Pacing:
 
     def end(self) -> None:
         """Fail all waiting requests: no further step will come."""
-        self._has_ended = True
+        self._ended.set()
         for _, future in (*self._steps, *self._requests):
-            _settle(future, error=_ended())
+            settle(future, error=_ended())
         self._steps, self._requests = [], []
 
     def _check(self) -> None:
-        if self._has_ended:
+        if self.has_ended:
             raise _ended()
 
     def _complete_steps(self) -> None:
         for number, future in self._steps:
             if number <= self._num_finished:
-                _settle(future)
+                settle(future)
         self._steps = [(number, future) for number, future in self._steps if not future.done()]
 
     async def _run_requests(self) -> None:
-        """Run all requested work in order, then save once for all who asked."""
+        """Run all requested work in order, evaluate once for all who asked, and save once at the end."""
         while self._requests:
             work = next((work for work, _ in self._requests if work != self._save), self._save)
             futures = [future for other, future in self._requests if other == work]
@@ -163,12 +208,13 @@ async def _run(work: Work, futures: Sequence[asyncio.Future[Any]]) -> None:
         error = failure
     finally:
         for future in futures:
-            _settle(future, result, error)
+            settle(future, result, error)
 
 
-def _settle(future: asyncio.Future[Any], result: object = None, error: Exception | None = None) -> None:
+def settle(future: asyncio.Future[Any], result: object = None, error: Exception | None = None) -> None:
+    """Give a future its result or its error, unless its caller has left."""
     if future.done():
-        return  # its caller has left
+        return
     if error is not None:
         future.set_exception(error)
     else:

@@ -293,3 +293,24 @@ def test_messages_stay_whole_where_the_root_is_the_present_folder(
     ) as caught:
         run(make_store(root=".").load("poet", "broken"))
     assert "server.adapters_root" not in str(caught.value)
+
+
+def test_an_archive_is_the_adapter_that_it_was_made_of(make_store: Make, table: AdapterTable) -> None:
+    store = make_store()
+    run(store.load("poet", "mlx"))
+    run(store.load("poet", "peft"))
+    card, content = run(store.archive("poet@1"))
+    assert (card.name, card.version) == ("poet", 1)
+    assert sorted(zipfile.ZipFile(io.BytesIO(content)).namelist()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+    copy = run(store.upload("copy", content))
+    assert copy.digest == card.digest
+    run(store.set_alias("liked", "poet", 1))
+    assert run(store.archive("poet@liked"))[0].version == 1
+    assert run(store.archive("poet"))[0].version == 2
+    with pytest.raises(UnknownModel):
+        run(store.archive("poet@9"))
+    with pytest.raises(AdapterError, match="is the base"):
+        run(store.archive("base"))

@@ -129,6 +129,10 @@ def test_a_server_that_trains_nothing_says_so(call: Any) -> None:
     assert call("training")[:2] == (0, "updating, step 4 of 9, version 3\n")
     code, _, err = call("training", "pause")
     assert (code, err.startswith("parallm: this process serves and does not train")) == (1, True)
+    assert call("adapters", "save", "poet")[0] == 1
+    for action in ("evaluate", "stop"):
+        code, _, err = call("training", action)
+        assert (code, err.startswith("parallm: this process serves and does not train")) == (1, True)
     code, _, err = call("adapters", "rollback")
     assert (code, err.startswith("parallm: ")) == (1, True)
 

@@ -202,6 +202,8 @@ CASES: list[tuple[str, tuple[Any, ...], tuple[str, str, bytes], Any, Any]] = [
     ("resume_training", ("poet",), ("POST", "/v1/training/resume", b'{"policy":"poet"}'), STATUS, PAUSED),
     ("train_step", (), ("POST", "/v1/training/update", b"{}"), STATUS, PAUSED),
     ("checkpoint", (), ("POST", "/v1/training/checkpoint", b"{}"), {"folders": {"policy": "a"}}, {"policy": "a"}),
+    ("evaluate", (), ("POST", "/v1/training/evaluate", b"{}"), {"evaluations": {"a": {"step": 4}}}, {"a": {"step": 4}}),
+    ("stop_training", ("poet",), ("POST", "/v1/training/stop", b'{"policy":"poet"}'), STATUS, PAUSED),
     (
         "reward",
         ("cmpl-1-0", 1.5),
@@ -259,7 +261,16 @@ def test_both_clients_have_the_same_methods() -> None:
         return {name: list(inspect.signature(one).parameters) for name, one in found if not name.startswith("_")}
 
     assert methods(Client) == methods(AsyncClient)
-    assert {case[0] for case in CASES} == methods(Client).keys() - {"close", "send", "events"}
+    assert {case[0] for case in CASES} == methods(Client).keys() - {"adapter_archive", "close", "send", "events"}
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_an_archive_is_bytes_and_a_refusal_of_one_is_an_error(kind: str) -> None:
+    content, request = ask(kind, httpx.Response(200, content=b"PK"), "adapter_archive", ("a/b@3",))
+    assert (content, request.url.raw_path) == (b"PK", b"/v1/adapters/a%2Fb@3/archive")
+    error = {"message": "no model 'a'", "type": "invalid_request_error", "param": "model", "code": "model_not_found"}
+    with pytest.raises(ApiError, match="no model 'a'"):
+        ask(kind, httpx.Response(404, json={"error": error}), "adapter_archive", ("a",))
 
 
 @pytest.mark.parametrize("kind", ["sync", "async"])

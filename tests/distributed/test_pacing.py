@@ -8,7 +8,8 @@ import pytest
 
 from parallm.distributed.channel import Channel
 from parallm.distributed.pacing import SharedPacing
-from parallm.errors import CheckpointError, Unavailable, WorkersDiffer
+from parallm.errors import CheckpointError, EnvironmentFailed, Unavailable, WorkersDiffer
+from parallm.reports import EvaluationReport
 
 Channels = Callable[..., list[Channel]]
 
@@ -21,10 +22,13 @@ class Worker:
         self.done = 0
         self.saves = 0
         self.error: Exception | None = None
+        self.evaluated_at: list[int] = []
+        self.is_hopeless = False
         self._digests = digests or {}
         self._num_steps = num_steps
         self.pacing = SharedPacing(
             self._save,
+            self._evaluate,
             exchange=channel,
             version=lambda: (self.done, self._digests.get(self.done, "")),
         )
@@ -44,6 +48,12 @@ class Worker:
     def _is_over(self) -> bool:
         return self.pacing.stopping.is_set() or self.done >= self._num_steps
 
+    async def _evaluate(self) -> EvaluationReport:
+        self.evaluated_at.append(self.done)
+        if self.is_hopeless:
+            raise EnvironmentFailed("nothing could be scored")
+        return EvaluationReport(step=self.done, version=self.done)
+
     async def _save(self) -> Path:
         self.saves += 1
         if self.error is not None:
@@ -51,17 +61,26 @@ class Worker:
         return Path(f"rank_{self.rank}/step_{self.done}")
 
 
+@pytest.mark.parametrize("serves_on", [False, True])
 @pytest.mark.parametrize("asked", [0, 1])
-def test_a_stop_asked_of_one_worker_ends_all_after_the_same_step(asked: int, channels: Channels) -> None:
+def test_a_stop_asked_of_one_worker_ends_all_after_the_same_step(
+    asked: int, serves_on: bool, channels: Channels
+) -> None:
     workers = [Worker(channel) for channel in channels(3)]
 
     async def main() -> list[int]:
         runs = [asyncio.create_task(worker.run()) for worker in workers]
         await asyncio.sleep(0.05)
-        workers[asked].pacing.stop()
+        pacing = workers[asked].pacing
+        if serves_on:
+            pacing.finish()
+            await pacing.ended()
+        else:
+            pacing.stop()
         return await asyncio.gather(*runs)
 
     done = asyncio.run(main())
+    assert [worker.pacing.serves_on for worker in workers] == [serves_on] * 3
     assert len(set(done)) == 1
     assert done[0] > 0
 
@@ -107,6 +126,25 @@ def test_a_save_asked_of_any_worker_is_made_by_the_first(channels: Channels) -> 
         await asyncio.gather(*runs)
         with pytest.raises(Unavailable, match="training has ended"):
             await second.pacing.checkpoint()
+
+    asyncio.run(main())
+
+
+def test_an_evaluation_asked_of_any_worker_is_made_by_all(channels: Channels) -> None:
+    first, second = (Worker(channel) for channel in channels(2))
+
+    async def main() -> None:
+        runs = [asyncio.create_task(worker.run()) for worker in (first, second)]
+        report = await asyncio.wait_for(second.pacing.evaluate(), 5)
+        first.is_hopeless = second.is_hopeless = True
+        with pytest.raises(EnvironmentFailed):
+            await asyncio.wait_for(first.pacing.evaluate(), 5)
+        second.pacing.stop()
+        await asyncio.gather(*runs)
+        assert first.evaluated_at == second.evaluated_at
+        assert (len(first.evaluated_at), first.evaluated_at[0]) == (2, report.step)
+        with pytest.raises(Unavailable, match="training has ended"):
+            await second.pacing.evaluate()
 
     asyncio.run(main())
 

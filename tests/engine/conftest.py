@@ -105,10 +105,10 @@ def random_adapter() -> Callable[..., Adapter]:
     ) -> Adapter:
         key = mx.random.key(version)
         arrays = {}
-        for target, (inputs, outputs) in model.targets.items():
+        for target, (*stack, inputs, outputs) in model.targets.items():
             key, key_a, key_b = mx.random.split(key, 3)
-            arrays[f"{target}.lora_a"] = mx.random.normal((inputs, rank), key=key_a) * size
-            arrays[f"{target}.lora_b"] = mx.random.normal((rank, outputs), key=key_b) * size
+            arrays[f"{target}.lora_a"] = mx.random.normal((*stack, inputs, rank), key=key_a) * size
+            arrays[f"{target}.lora_b"] = mx.random.normal((*stack, rank, outputs), key=key_b) * size
             if dora:
                 arrays[f"{target}.m"] = mx.random.uniform(1.5, 2.5, (outputs,), key=key)
         return make_adapter(arrays, name=name, version=version, rank=rank, alpha=2 * rank, rslora=rslora)

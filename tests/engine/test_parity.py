@@ -36,8 +36,8 @@ def parity(
 ) -> Callable[[str], ParityReport]:
     """The report of an update on freshly sampled completions, with LoRA on and ragged prompts."""
 
-    def measure(architecture: str) -> ParityReport:
-        model = load_tiny(architecture)
+    def measure(architecture: str, targets: tuple[str, ...] | None = None) -> ParityReport:
+        model = load_tiny(architecture, targets=targets)
         adapter, table = random_adapter(model, 1), AdapterTable()
         table.publish(adapter)
         requests = [request(place, length) for place, length in enumerate((9, 34, 5))]
@@ -92,8 +92,23 @@ def test_log_probs_of_engine_and_learner_are_equal_bit_for_bit(
     assert (report.bit_equal_fraction, report.max_abs) == (1.0, 0.0)
 
 
+@pytest.mark.cpu
+@pytest.mark.skipif(not BLAS.strict, reason="only a strict BLAS computes a row alike in any company")
+@pytest.mark.parametrize("architecture", ["mixtral", "qwen3_moe"])
+def test_so_they_are_with_lora_on_experts(architecture: str, parity: Callable[..., ParityReport]) -> None:
+    report = parity(architecture, ("all-linear", "experts"))
+    assert (report.bit_equal_fraction, report.max_abs) == (1.0, 0.0)
+
+
 @pytest.mark.parametrize("architecture", CLOSE)
 def test_log_probs_of_engine_and_learner_are_close(architecture: str, parity: Callable[[str], ParityReport]) -> None:
     report = parity(architecture)
+    assert report.mean_abs < 1e-5
+    assert report.max_abs < 1e-3
+
+
+@pytest.mark.parametrize("architecture", ["gpt_oss", "lfm2_moe", "nemotron_h", "deepseek_v3"])
+def test_so_they_are_close_with_lora_on_experts(architecture: str, parity: Callable[..., ParityReport]) -> None:
+    report = parity(architecture, ("all-linear", "experts"))
     assert report.mean_abs < 1e-5
     assert report.max_abs < 1e-3

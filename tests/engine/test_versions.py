@@ -65,6 +65,22 @@ def test_thirty_two_rows_of_nine_versions_equal_separate_runs(
     assert [card.num_running for card in table.cards()] == [0] * 8
 
 
+@pytest.mark.cpu
+@pytest.mark.skipif(not BLAS.strict, reason="only a strict BLAS computes a row alike in any company")
+def test_so_they_do_with_lora_on_experts(
+    load_tiny: Callable[..., SharedModel], random_adapter: RandomAdapter, ask: Ask, complete: Complete
+) -> None:
+    mixture, table = load_tiny("qwen3_moe", targets=("all-linear", "experts")), AdapterTable(keep=4)
+    for version in range(1, 5):
+        table.publish(random_adapter(mixture, version, rank=3 + version))
+    names = MODELS[:5]
+    requests = [ask(f"r{i}", prompt(i), 10, model=names[i % 5], temperature=0.7, seed=i) for i in range(40)]
+    together = complete(mixture, requests, table=table, apart=1)
+    for request in requests[:10]:
+        assert complete(mixture, [request], table=table) == {request.request_id: together[request.request_id]}
+    assert len({together[f"r{i}"][0].tokens for i in range(0, 40, 8)}) == 5
+
+
 def test_versions_give_the_tokens_and_log_probabilities_of_mlx_lm(
     model: SharedModel, table: AdapterTable, tiny_model: Callable[[str], Path], ask: Ask, complete: Complete
 ) -> None:

@@ -15,6 +15,7 @@ from parallm.errors import ModelError
 from parallm.model import quantized
 from parallm.model.kernels import quantized_gemm, unpack
 from parallm.model.load import NANO, load_shared_model
+from parallm.model.lora.experts import Routing
 from parallm.model.quantized import UnpackingLinear, unpacked_bytes
 from parallm.model.settings import LoraSettings, ModelSettings
 from parallm.model.shared_model import SharedModel
@@ -152,6 +153,9 @@ class _Scaled:
 
     def apply(self, target: str, x: mx.array, y: mx.array) -> mx.array:
         return y * self._scale
+
+    def apply_experts(self, target: str, x: mx.array, y: mx.array, _: Routing) -> mx.array:
+        return self.apply(target, x, y)
 
     def dora_scale(self, target: str) -> None:
         return None

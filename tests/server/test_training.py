@@ -62,6 +62,13 @@ class FakeTraining:
             await asyncio.Event().wait()
         return {"policy": "checkpoints/run/step_000004"}
 
+    async def evaluate(self, policy: str | None) -> Mapping[str, Mapping[str, Any]]:
+        self._note("evaluate", policy, "paused")
+        return {"policy": {"step": 4, "heldout/accuracy": 0.5, "heldout/loss": float("nan")}}
+
+    async def stop(self, policy: str | None) -> None:
+        self._note("stop", policy, "finished")
+
     def _note(self, what: str, policy: str | None, state: str) -> None:
         if self.error is not None:
             raise self.error
@@ -96,6 +103,18 @@ def test_a_checkpoint_says_where_it_is(client: TestClient, path: str) -> None:
     assert client.post(path).json() == {"folders": {"policy": "checkpoints/run/step_000004"}}
 
 
+def test_an_evaluation_is_answered_by_its_row(client: TestClient, training: FakeTraining) -> None:
+    answer = client.post("/v1/training/evaluate", json={"policy": "poet"})
+    assert answer.json() == {"evaluations": {"policy": {"step": 4, "heldout/accuracy": 0.5, "heldout/loss": None}}}
+    assert training.asked == [("evaluate", "poet")]
+
+
+def test_training_that_is_stopped_says_so_and_does_not_train(client: TestClient, training: FakeTraining) -> None:
+    answer = client.post("/v1/training/stop").json()
+    assert (answer["state"], answer["training_enabled"]) == ("finished", False)
+    assert training.asked == [("stop", None)]
+
+
 def test_the_status_has_two_names(client: TestClient) -> None:
     assert client.get("/debug/training").json() == client.get("/v1/training/status").json()
 
@@ -115,8 +134,8 @@ def test_what_cannot_be_done_is_told(client: TestClient, training: FakeTraining,
 
 
 def test_a_process_that_only_serves_says_so(call: Callable[..., httpx.Response]) -> None:
-    for path in ("/v1/training/pause", "/v1/training/resume", "/v1/training/update", "/training/checkpoint"):
-        answer = call("POST", path, json={})
+    for act in ("pause", "resume", "update", "checkpoint", "evaluate", "stop"):
+        answer = call("POST", f"/v1/training/{act}", json={})
         assert (answer.status_code, answer.json()["error"]["code"]) == (409, "unavailable")
     assert call("POST", "/v1/training/pause", json={"now": 1}).status_code == 400
 

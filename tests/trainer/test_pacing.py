@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from parallm.errors import CheckpointError, Unavailable
+from parallm.reports import EvaluationReport
 from parallm.trainer.pacing import MAX_REQUESTS, Pacing
 
 
@@ -18,13 +19,15 @@ class Loop:
         self.is_stopped = False
         self.saved_at: list[int] = []
         self.num_waits = 0
+        self.are_groups_there = True
         self._make = save
-        self.pacing = Pacing(self._save)
+        self.evaluated_at: list[int] = []
+        self.pacing = Pacing(self._save, self._evaluate)
 
     async def run(self) -> None:
         try:
             while not self._is_over():
-                await self.pacing.before_step(self._is_over, self._on_wait)
+                await self.pacing.before_step(self._is_over, self._on_wait, lambda: self.are_groups_there)
                 if not self._is_over():
                     await asyncio.sleep(0.001)
                     self.done += 1
@@ -32,10 +35,14 @@ class Loop:
             self.pacing.end()
 
     def _is_over(self) -> bool:
-        return self.is_stopped or self.done >= self.num_steps
+        return self.is_stopped or self.pacing.stopping.is_set() or self.done >= self.num_steps
 
     def _on_wait(self) -> None:
         self.num_waits += 1
+
+    async def _evaluate(self) -> EvaluationReport:
+        self.evaluated_at.append(self.done)
+        return EvaluationReport(step=self.done, version=self.done)
 
     async def _save(self) -> Path:
         self.saved_at.append(self.done)
@@ -111,6 +118,42 @@ def test_a_checkpoint_is_made_between_steps_paused_or_not_and_once_for_all_who_a
     run(work, Loop(1000))
 
 
+def test_an_evaluation_comes_between_steps_and_once_for_all_who_ask() -> None:
+    async def work(loop: Loop, task: asyncio.Task[None]) -> None:
+        reports = await asyncio.gather(loop.pacing.evaluate(), loop.pacing.evaluate())
+        assert [report.step for report in reports] == loop.evaluated_at * 2 == [loop.done] * 2
+        loop.pacing.pause()
+        assert (await loop.pacing.evaluate()).step == loop.done
+        assert len(loop.evaluated_at) == 2
+        loop.pacing.stop()
+
+    run(work, Loop(1000))
+
+
+@pytest.mark.parametrize("is_paused", [False, True])
+def test_a_run_that_a_client_finishes_serves_on_unless_a_signal_comes(is_paused: bool) -> None:
+    async def work(loop: Loop, task: asyncio.Task[None]) -> None:
+        loop.pacing.finish()
+        assert loop.pacing.serves_on
+        await loop.pacing.ended()
+        assert loop.done <= 1
+        with pytest.raises(Unavailable, match="training has ended"):
+            loop.pacing.finish()
+        loop.pacing.stop()
+        assert not loop.pacing.serves_on
+
+    run(work, Loop(1000), is_paused=is_paused)
+
+
+def test_a_client_does_not_keep_a_run_that_a_signal_has_stopped() -> None:
+    async def work(loop: Loop, task: asyncio.Task[None]) -> None:
+        loop.pacing.stop()
+        loop.pacing.finish()
+        assert not loop.pacing.serves_on
+
+    run(work, Loop(1000))
+
+
 def test_an_error_of_a_save_belongs_to_who_asked_and_training_goes_on() -> None:
     def fail() -> Path:
         raise CheckpointError("the disk is full")
@@ -131,7 +174,7 @@ def test_when_training_ends_nobody_waits_any_more() -> None:
         loop.pacing.wake()
         assert [type(error) for error in await waiting] == [Unavailable, Unavailable]
         await task
-        for ask in (loop.pacing.step, loop.pacing.checkpoint):
+        for ask in (loop.pacing.step, loop.pacing.checkpoint, loop.pacing.evaluate):
             with pytest.raises(Unavailable, match="training has ended"):
                 await ask()
         with pytest.raises(Unavailable):
@@ -201,3 +244,28 @@ def test_work_is_bounded_and_refused_when_no_step_will_come() -> None:
             await loop.pacing.between_steps(nothing)
 
     run(work, Loop(5))
+
+
+def test_callers_of_a_step_that_cannot_begin_are_answered_at_once_and_begin_none_later() -> None:
+    async def work(loop: Loop, task: asyncio.Task[None]) -> None:
+        for is_paused in (False, True):
+            if is_paused:
+                loop.pacing.pause()
+            asked = [asyncio.create_task(loop.pacing.step()) for _ in range(2)]
+            while not loop.pacing.awaits_step:
+                await asyncio.sleep(0)
+            loop.pacing.refuse_steps("nothing was collected")
+            for step in asked:
+                with pytest.raises(Unavailable, match="nothing was collected"):
+                    await step
+            assert not loop.pacing.awaits_step
+        loop.are_groups_there = True
+        loop.pacing.wake()
+        await asyncio.sleep(0.02)
+        assert loop.done == 0  # it is paused, and no step is asked for
+        loop.pacing.resume()
+        await task
+
+    loop = Loop(2)
+    loop.are_groups_there = False
+    run(work, loop)

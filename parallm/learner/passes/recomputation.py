@@ -11,16 +11,19 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_map
 
 from parallm.device.memory import device_memory
 from parallm.errors import ConfigError
 from parallm.learner.settings import LearnerSettings
 from parallm.model.kernels.cuda import on_cuda
-from parallm.model.lora.linear import LoraContext, LoraLinear
+from parallm.model.lora.linear import LoraContext, LoraExperts, LoraLinear
 from parallm.model.lora.single import SingleLora
+from parallm.model.lora.targets import EXPERTS, shape_of
 from parallm.model.lora.training import DropoutLora, TrainingLora
 from parallm.model.shared_model import SharedModel
 
+MULTIPLYING = nn.Linear | nn.QuantizedLinear | EXPERTS
 PASS_TOKENS = 1024
 MAX_CUDA_PASS_TOKENS = 64 * PASS_TOKENS
 """Longer passes of a small model (25.7M parameters) are no faster, and decoding waits for them."""
@@ -64,16 +67,13 @@ def checkpoints_layers(settings: LearnerSettings, model: SharedModel, num_tokens
 
 def activation_bytes(model: SharedModel) -> int:
     """Bytes that a pass keeps per token: about the inputs and outputs of all linear layers but the head, whose logits
-    are not kept. Inputs that layers share count for each, in place of what other operations keep."""
-    linears = [module for module in model.trunk.modules() if isinstance(module, nn.Linear | nn.QuantizedLinear)]
-    return sum(map(_columns, linears)) * model.dtype.size
-
-
-def _columns(linear: nn.Module) -> int:
-    outputs, inputs = linear.weight.shape
-    if isinstance(linear, nn.QuantizedLinear):
-        inputs = inputs * 32 // linear.bits
-    return int(inputs + outputs)
+    are not kept, and of a mixture's layers for each expert that a token chooses. Inputs that layers share count for
+    each, in place of what other operations keep."""
+    layers = [module for module in model.trunk.modules() if isinstance(module, MULTIPLYING)]
+    columns = [
+        sum(shape_of(layer)[-2:]) * (model.experts_per_token if isinstance(layer, EXPERTS) else 1) for layer in layers
+    ]
+    return sum(columns) * model.dtype.size
 
 
 def can_checkpoint(model: SharedModel) -> bool:
@@ -143,17 +143,23 @@ class _CheckpointedLayer:
         lora = self.lora_context.lora
         if not isinstance(lora, SingleLora | DropoutLora | TrainingLora):
             return self.layer(x, *arguments, **options)
-        targets = [module.target for module in self.layer.modules() if isinstance(module, LoraLinear)]
+        targets = [module.target for module in self.layer.modules() if isinstance(module, LoraLinear | LoraExperts)]
         adapter = (lora if isinstance(lora, SingleLora) else lora.adapter).only(targets)
         structure = adapter.structure()
 
-        def compute(x: mx.array, arrays: list[mx.array]) -> Any:
-            part = structure.lora(arrays)
-            with self.lora_context.applied(part if isinstance(lora, SingleLora) else replace(lora, adapter=part)):
-                return self.layer(x, *arguments, **options)
+        others = [leaf for _, leaf in tree_flatten([arguments, options]) if isinstance(leaf, mx.array)]
 
-        # gradients reach arguments of `compute`, not its closure
-        return mx.checkpoint(compute)(x, adapter.arrays())
+        def compute(x: mx.array, arrays: list[mx.array], others: list[mx.array]) -> Any:
+            part = structure.lora(arrays)
+            given = iter(others)
+            traced_arguments, traced_options = tree_map(
+                lambda leaf: next(given) if isinstance(leaf, mx.array) else leaf, (arguments, options)
+            )
+            with self.lora_context.applied(part if isinstance(lora, SingleLora) else replace(lora, adapter=part)):
+                return self.layer(x, *traced_arguments, **traced_options)
+
+        # gradients reach arguments of `compute`, not its closure; some layers are given values of earlier ones
+        return mx.checkpoint(compute)(x, adapter.arrays(), others)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.layer, name)

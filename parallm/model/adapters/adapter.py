@@ -59,7 +59,8 @@ class Adapter:
     targets: tuple[str, ...]
     """Module paths, sorted, e.g. "model.layers.0.self_attn.q_proj"."""
     arrays: Mapping[str, mx.array]
-    """`{target}.lora_a` (inputs, rank), `.lora_b` (rank, outputs), for DoRA `.m` (outputs,); of `HEADS`; float32."""
+    """`{target}.lora_a` (inputs, rank), `.lora_b` (rank, outputs), for experts with their number before, for DoRA `.m`
+    (outputs,); of `HEADS`; float32."""
     digest: str
     """Digest of the arrays alone: equal for equal weights, whatever their version."""
     task: TaskSpec | None = None
@@ -199,13 +200,15 @@ def _check_target(target: str, arrays: Mapping[str, mx.array], rank: int) -> Non
     a, b = arrays.get(f"{target}.lora_a"), arrays.get(f"{target}.lora_b")
     if a is None or b is None:
         raise AdapterError(f"{target} lacks its {'lora_a' if a is None else 'lora_b'}")
-    if a.ndim != 2 or b.ndim != 2 or a.shape[1] != rank or b.shape[0] != rank:
+    is_matrix = a.ndim == b.ndim and a.ndim in (2, 3) and a.shape[:-2] == b.shape[:-2]
+    if not is_matrix or a.shape[-1] != rank or b.shape[-2] != rank:
         raise AdapterError(
             f"{target} has lora_a {a.shape}, lora_b {b.shape}; rank {rank} needs (inputs, {rank}) and ({rank}, outputs)"
+            ", for experts with their number before"
         )
     m = arrays.get(f"{target}.m")
-    if m is not None and m.shape != b.shape[1:]:
-        raise AdapterError(f"{target} has {b.shape[1]} outputs and magnitudes m of shape {m.shape}")
+    if m is not None and (a.ndim != 2 or m.shape != b.shape[1:]):
+        raise AdapterError(f"{target} has {b.shape[-1]} outputs and magnitudes m of shape {m.shape}")
 
 
 def checksums(arrays: Mapping[str, mx.array], scale: float = 1.0) -> Checksums:

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from parallm.errors import AdapterError
 from parallm.model.adapters.adapter import Adapter
 from parallm.model.adapters.module_names import check_keys, layered_names, outside_layers, to_pattern
+from parallm.model.lora.joined import padded
 
 CONFIG = "adapter_config.json"
 PEFT_HEADS = {"classifier", "score"}
@@ -167,9 +168,8 @@ def with_one_scale(adapter: Adapter, rank: int, scale: float) -> dict[str, mx.ar
     arrays = dict(adapter.arrays)
     for target, own_scale in adapter.scales.items():
         a, b = f"{target}.lora_a", f"{target}.lora_b"
-        missing = rank - arrays[a].shape[1]
-        arrays[a] = mx.pad(arrays[a], ((0, 0), (0, missing)))
-        arrays[b] = mx.pad(arrays[b] * (own_scale / scale), ((0, missing), (0, 0)))
+        arrays[a] = padded(arrays[a], -1, 0, rank)
+        arrays[b] = padded(arrays[b] * (own_scale / scale), -2, 0, rank)
     return arrays
 
 

@@ -29,7 +29,7 @@ from parallm.model.adapters.configs import (
     with_one_scale,
 )
 from parallm.model.adapters.module_names import left_out_by_peft, modules_of, names_to_read, values_by_name
-from parallm.model.lora.targets import ROUTERS
+from parallm.model.lora.targets import ROUTERS, Shape
 from parallm.model.task_spec import from_json, head_spec, read_task_spec, to_json
 from parallm.types import POLICY, TaskSpec
 
@@ -48,17 +48,16 @@ PEFT_HEAD = re.compile(r"(?:base_model\.model\.)?score(?:\.modules_to_save\.defa
 Arrays = Mapping[str, mx.array]
 
 
-def check_fit(adapter: Adapter, targets: Mapping[str, tuple[int, int]]) -> None:
-    """Raise AdapterError unless every array fits a target of the base (target -> inputs, outputs)."""
+def check_fit(adapter: Adapter, targets: Mapping[str, Shape]) -> None:
+    """Raise AdapterError unless every array fits a target of the base."""
     for name in sorted(adapter.arrays.keys() - HEADS):
         target, _, part = name.rpartition(".")
         shape = adapter.arrays[name].shape
         if target not in targets:
-            raise AdapterError(
-                f"it has {name} {shape}, but {target} is no LoRA target here; {_way_out(target, targets)}"
-            )
-        (inputs, outputs), rank = targets[target], adapter.ranks.get(target, adapter.rank)
-        expected = {"lora_a": (inputs, rank), "lora_b": (rank, outputs), "m": (outputs,)}[part]
+            way_out = _way_out(target, targets, is_expert=len(shape) == 3)
+            raise AdapterError(f"it has {name} {shape}, but {target} is no LoRA target here; {way_out}")
+        (*stack, inputs, outputs), rank = targets[target], adapter.ranks.get(target, adapter.rank)
+        expected = {"lora_a": (*stack, inputs, rank), "lora_b": (*stack, rank, outputs), "m": (outputs,)}[part]
         if shape != expected:
             raise AdapterError(
                 f"it does not fit this base: {name} has shape {shape}, expected {expected}; set model.path to the "
@@ -67,7 +66,7 @@ def check_fit(adapter: Adapter, targets: Mapping[str, tuple[int, int]]) -> None:
 
 
 def _from_mlx(config: MlxConfig, arrays: Arrays, metadata: Mapping[str, str], identity: Mapping[str, Any]) -> Adapter:
-    _check_experts(arrays)
+    arrays = _with_experts_turned(arrays)
     _check_magnitudes(arrays, config.fine_tune_type == "dora")
     lora, rslora = config.lora_parameters, bool(metadata.get("rslora"))
     alpha = lora.scale * (math.sqrt(lora.rank) if rslora else lora.rank)
@@ -136,14 +135,10 @@ def from_peft_names(
     return arrays
 
 
-def _check_experts(arrays: Arrays) -> None:
-    """mlx-lm adapts all experts of a layer as one array of three axes."""
-    experts = next((name for name, array in arrays.items() if name.endswith(".lora_a") and array.ndim == 3), None)
-    if experts is not None:
-        raise AdapterError(
-            f"it adapts the experts of a mixture ({experts.removesuffix('.lora_a')}), and only linear layers can be "
-            "adapted here; train it with lora_parameters.keys that leave the experts out"
-        )
+def _with_experts_turned(arrays: Arrays) -> dict[str, mx.array]:
+    """Between the arrays of an adapter and mlx-lm's: those of experts, (E, rank, inputs) and (E, outputs, rank) there,
+    are transposed, and those of linear layers are not."""
+    return {name: mx.contiguous(array.swapaxes(-1, -2)) if array.ndim == 3 else array for name, array in arrays.items()}
 
 
 def _check_magnitudes(arrays: Arrays, is_dora: bool) -> None:
@@ -152,7 +147,9 @@ def _check_magnitudes(arrays: Arrays, is_dora: bool) -> None:
         raise AdapterError(f"{CONFIG} says that it is {kind}, and its weights hold {other}")
 
 
-def _way_out(target: str, targets: Mapping[str, tuple[int, int]]) -> str:
+def _way_out(target: str, targets: Mapping[str, Shape], *, is_expert: bool) -> str:
+    if is_expert:
+        return "it adapts a mixture's experts: add experts to model.lora.targets, e.g. [all-linear,experts]"
     if ROUTERS & set(target.split(".")):
         return "it is a router, which all-linear leaves out: name it in model.lora.targets beside all other layers"
     return (
@@ -177,7 +174,7 @@ def write_mlx(adapter: Adapter, folder: Path, *, num_layers: int) -> None:
         arrays = with_one_scale(adapter, rank, scale)
         metadata |= {"alpha": repr(scale * rank), "rslora": "", "digest": arrays_digest(arrays)}
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-    write_arrays(folder / MLX_WEIGHTS, arrays, metadata)
+    write_arrays(folder / MLX_WEIGHTS, _with_experts_turned(arrays), metadata)
 
 
 def write_peft(adapter: Adapter, folder: Path, base_name: str, base_sha256: str = "", *, model_type: str) -> None:
@@ -242,7 +239,7 @@ def _write_peft(
 
 def read_adapter(
     folder: Path,
-    targets: Mapping[str, tuple[int, int]] | None = None,
+    targets: Mapping[str, Shape] | None = None,
     *,
     model_type: str = "",
     name: str | None = None,
@@ -250,7 +247,7 @@ def read_adapter(
 ) -> Adapter:
     """Read an adapter of either format. It may cover fewer targets than the base has.
 
-    It must fit `targets` (target -> inputs, outputs of the base), which PEFT may call as transformers does. `name` and
+    It must fit `targets` (those of the base), which PEFT may call as transformers does. `name` and
     `version` replace those in the file; a file from elsewhere becomes version 0 of `policy`. With a `modules.json`
     beside it, as sentence-transformers saves adapters, it makes vectors; with a head of several rows it classifies.
     Raises AdapterError.
@@ -285,9 +282,7 @@ def read_adapter(
     return adapter if task is None else replace(adapter, task=task)
 
 
-def _of_base(
-    tensors: Arrays, config: PeftConfig, targets: Mapping[str, tuple[int, int]] | None, *, is_trunk: bool
-) -> Arrays:
+def _of_base(tensors: Arrays, config: PeftConfig, targets: Mapping[str, Shape] | None, *, is_trunk: bool) -> Arrays:
     """`tensors` with the names of the whole model's layers: PEFT names those of an adapter for vectors as the trunk has
     them, without the head's class around it."""
     is_below = targets is not None and all(target.startswith(TRUNK) for target in targets)

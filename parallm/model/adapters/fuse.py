@@ -3,7 +3,7 @@
 The base is read anew and lazily, in the type that it is stored in, and written file by file, so that neither the
 serving model nor a second copy of the weights is held in memory.
 
-DoRA: see `lora/dora.py`. Axes: O outputs, I inputs, R rank.
+DoRA: see `lora/dora.py`. Axes: E experts, O outputs, I inputs, R rank.
 """
 
 import json
@@ -19,6 +19,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map
+from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.utils import dequantize_model, make_shards, quantize_model, save_config
 
 from parallm.errors import AdapterError, ModelError
@@ -70,9 +71,9 @@ def fuse(
 
 
 def merged_weight(weight_OI: mx.array, adapter: Adapter, target: str) -> mx.array:
-    """The weights with which a plain linear layer does what the adapted `target` does, (O, I) in float32."""
+    """The weights with which a plain layer does what the adapted `target` does, (O, I) or (E, O, I) in float32."""
     a_IR, b_RO = adapter.arrays[f"{target}.lora_a"], adapter.arrays[f"{target}.lora_b"]
-    merged = weight_OI.astype(mx.float32) + (a_IR @ (b_RO * adapter.scales[target])).T
+    merged = weight_OI.astype(mx.float32) + (a_IR @ (b_RO * adapter.scales[target])).swapaxes(-1, -2)
     if not adapter.is_dora:
         return merged
     return (adapter.arrays[f"{target}.m"] / mx.linalg.norm(merged, axis=1))[:, None] * merged
@@ -127,11 +128,10 @@ def _quantize(base: nn.Module, config: dict[str, Any], quantization: Quantizatio
 
 
 def _check_layer(target: str, layer: nn.Module | None, adapter: Adapter) -> None:
-    expected = (adapter.arrays[f"{target}.lora_b"].shape[1], adapter.arrays[f"{target}.lora_a"].shape[0])
-    if not isinstance(layer, nn.Linear):
-        raise AdapterError(
-            f"the base has no linear layer {target}, which the adapter changes; set model.path to its base"
-        )
+    *stack, inputs, _ = adapter.arrays[f"{target}.lora_a"].shape
+    expected = (*stack, adapter.arrays[f"{target}.lora_b"].shape[-1], inputs)
+    if not isinstance(layer, nn.Linear | SwitchLinear):
+        raise AdapterError(f"the base has no layer {target}, which the adapter changes; set model.path to its base")
     if layer.weight.shape != expected:
         raise AdapterError(
             f"the adapter does not fit this base: {target} has weights of shape {layer.weight.shape}, the adapter is "

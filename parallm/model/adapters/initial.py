@@ -14,7 +14,7 @@ from parallm.model.adapters.adapter import Adapter, make_adapter
 from parallm.model.adapters.files import read_adapter
 from parallm.model.adapters.module_names import to_pattern
 from parallm.model.lora.dora import initial_magnitudes
-from parallm.model.lora.targets import target_ranks
+from parallm.model.lora.targets import Shape, target_ranks
 from parallm.model.settings import LoraSettings, ModelSettings
 from parallm.model.shared_model import SharedModel
 from parallm.seeds import mix
@@ -41,7 +41,7 @@ def starting_adapter(
 
 
 def initial_arrays(
-    targets: Mapping[str, tuple[int, int]],
+    targets: Mapping[str, Shape],
     rank: int,
     key: mx.array,
     *,
@@ -49,14 +49,15 @@ def initial_arrays(
 ) -> dict[str, mx.array]:
     """`{target}.lora_a` uniform in +-1/sqrt(inputs), `{target}.lora_b` zero: the product starts at zero. Evaluated.
 
-    `targets` are (inputs, outputs); `ranks` are those of the targets whose rank is not `rank`.
+    `targets` are their shapes (inputs, outputs), or (experts, inputs, outputs); `ranks` are those of the targets whose
+    rank is not `rank`.
     """
     arrays: dict[str, mx.array] = {}
     keys = mx.random.split(key, len(targets))
-    for (target, (inputs, outputs)), target_key in zip(sorted(targets.items()), keys, strict=True):
+    for (target, (*stack, inputs, outputs)), target_key in zip(sorted(targets.items()), keys, strict=True):
         bound, columns = 1 / math.sqrt(inputs), ranks.get(target, rank)
-        arrays[f"{target}.lora_a"] = mx.random.uniform(-bound, bound, (inputs, columns), key=target_key)
-        arrays[f"{target}.lora_b"] = mx.zeros((columns, outputs))
+        arrays[f"{target}.lora_a"] = mx.random.uniform(-bound, bound, (*stack, inputs, columns), key=target_key)
+        arrays[f"{target}.lora_b"] = mx.zeros((*stack, columns, outputs))
     mx.eval(arrays)
     return arrays
 

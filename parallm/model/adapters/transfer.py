@@ -13,6 +13,7 @@ import mlx.core as mx
 from parallm.errors import AdapterError
 from parallm.model.adapters.adapter import Adapter, make_adapter
 from parallm.model.adapters.files import check_fit
+from parallm.model.lora.targets import Shape
 
 HEAD = "adapter"
 """Name in the metadata of what is no array, as JSON."""
@@ -28,10 +29,10 @@ def to_bytes(adapter: Adapter) -> bytes:
     return file.getvalue()
 
 
-def from_bytes(content: bytes, targets: Mapping[str, tuple[int, int]]) -> Adapter:
+def from_bytes(content: bytes, targets: Mapping[str, Shape]) -> Adapter:
     """Undo `to_bytes`; the digest is computed from the arrays that have come. Runs on the device thread.
 
-    `targets`: target -> inputs, outputs of the base. Raises AdapterError if the arrays are not those that were sent, or
+    `targets` are those of the base. Raises AdapterError if the arrays are not those that were sent, or
     do not fit `targets`.
     """
     try:

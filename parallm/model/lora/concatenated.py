@@ -8,11 +8,14 @@ Axes: B rows, T tokens, I input, O output, K ranks of all adapters side by side.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 
 import mlx.core as mx
 
-from parallm.model.lora.single import JoinedA, SingleLora, join_a
+from parallm.model.lora.experts import Routing, stack_experts
+from parallm.model.lora.joined import JoinedA, join_a
+from parallm.model.lora.single import SingleLora
 
 MAX_COLUMNS = 256
 """Columns of a product with B: MKL sums longer ones in parts, whose ends could lie within an adapter, so that a row got
@@ -24,7 +27,7 @@ class ConcatenatedLoras:
     """Adapters next to each other, for any choice of rows."""
 
     weights: SingleLora
-    """A side by side and B on top of each other; its DoRA scales are not used."""
+    """A side by side and B on top of each other, experts one version after the other; its DoRA scales are not used."""
     owners: Sequence[mx.array]
     """Adapter of each of K columns, int32 (K,): one array for all products of the same ranks."""
     owner: Mapping[str, int]
@@ -56,13 +59,10 @@ class ConcatenatedLora:
         if target not in weights.a_IR:
             return y
         is_own_B1K = self.is_own_B1K[self.adapters.owner[target]]
-        if x.ndim == 2:  # one token of each row, as Mamba-1 hands on
-            is_own_B1K = is_own_B1K[:, 0]
-        # not times 0: another adapter's product with a row may be infinite
         if target in weights.joined:
-            own_BTK = weights.joined[target].product(target, x, is_own_B1K)
+            own_BTK = weights.joined[target].product(target, x, partial(_own_product, is_own_B1K))
         else:
-            own_BTK = mx.where(is_own_B1K, x @ weights.a_IR[target], 0)
+            own_BTK = _own_product(is_own_B1K, x, weights.a_IR[target])
         if target in self.adapters.cuts:
             cuts = list(self.adapters.cuts[target])
             parts = zip(mx.split(own_BTK, cuts, axis=-1), mx.split(weights.b_RO[target], cuts), strict=True)
@@ -70,9 +70,20 @@ class ConcatenatedLora:
             return y + sum(others, first).astype(y.dtype)
         return y + (own_BTK @ weights.b_RO[target]).astype(y.dtype)
 
+    def apply_experts(self, target: str, x: mx.array, y: mx.array, routing: Routing) -> mx.array:
+        return self.adapters.weights.experts.apply(target, x, y, routing, self.index_B1[:, 0])
+
     def dora_scale(self, target: str) -> mx.array | None:
         scales = self.adapters.dora_scale_SO
         return scales[target][self.index_B1] if target in scales else None
+
+
+def _own_product(is_own_B1K: mx.array, x_BTI: mx.array, a_IK: mx.array) -> mx.array:
+    """The columns of each row's own adapter, zeros in others."""
+    if x_BTI.ndim == 2:  # one token of each row, as Mamba-1 hands on
+        is_own_B1K = is_own_B1K[:, 0]
+    # not times 0: another adapter's product with a row may be infinite
+    return mx.where(is_own_B1K, x_BTI @ a_IK, 0)
 
 
 def concatenate_loras(adapters: Sequence[SingleLora], targets: Iterable[str]) -> ConcatenatedLoras:
@@ -94,13 +105,13 @@ def concatenate_loras(adapters: Sequence[SingleLora], targets: Iterable[str]) ->
     owners |= {target: tuple(chain(*(owners[other] for other in group.targets))) for target, group in joined.items()}
     distinct = list(dict.fromkeys(owners.values()))
     loras = ConcatenatedLoras(
-        weights=SingleLora(a_IK, b_KO, {}, joined),
+        weights=SingleLora(a_IK, b_KO, {}, joined, stack_experts([adapter.experts for adapter in adapters])),
         owners=[mx.array(owner_K, mx.int32) for owner_K in distinct],
         owner={target: distinct.index(owner_K) for target, owner_K in owners.items()},
         cuts=cuts,
         dora_scale_SO=_dora_scales(adapters),
     )
-    mx.eval(a_IK, b_KO, loras.owners, loras.dora_scale_SO)
+    mx.eval(a_IK, b_KO, loras.weights.experts.arrays(), loras.owners, loras.dora_scale_SO)
     return loras
 
 

@@ -1,4 +1,4 @@
-"""LoRA on the base's linear layers: what a forward adds, chosen anew for each forward.
+"""LoRA on the base's linear layers and experts: what a forward adds, chosen anew for each forward.
 
 There is one module tree for serving and training. A layer owns no adapter arrays: it asks the `LoraContext` that all
 target modules of a model share. A caller binds a `LoraBinding` around its forward (`SharedModel.hidden`), on the device
@@ -17,12 +17,13 @@ from typing import Protocol
 import mlx.core as mx
 import mlx.nn as nn
 
-from parallm.model.kernels import add_norm, quantized_gemm
+from parallm.model.kernels import quantized_gemm
 from parallm.model.kernels.cuda import VECTOR_BYTES
 from parallm.model.kernels.decode_attention import columns_of
 from parallm.model.kernels.segmented_lora import GroupOutput, GroupWeights, ShrinkOutput, shrink
 from parallm.model.kernels.small_batch_gemm import fits, small_batch_gemm
 from parallm.model.kernels.swiglu import swiglu_of_halves
+from parallm.model.lora.experts import Routing
 from parallm.model.lora.segmented import MIN_LONG, SegmentedLora, add_products
 from parallm.model.lora.training import TrainingLora
 from parallm.model.patches.forward import FusedAdd, ResidualSum, SwigluHalf, origin_of, set_origin, swiglu
@@ -39,6 +40,9 @@ class LoraBinding(Protocol):
 
     def apply(self, target: str, x: mx.array, y: mx.array) -> mx.array:
         """The output `y` (B, T, O) of `target` plus LoRA's product for its input `x` (B, T, I), if it has one."""
+
+    def apply_experts(self, target: str, x: mx.array, y: mx.array, routing: Routing) -> mx.array:
+        """The same for experts: the output `y` (.., 1, O) of rows `x` (.., 1, I) that `routing` sends to them."""
 
     def dora_scale(self, target: str) -> mx.array | None:
         """DoRA's factor of the outputs of `target` minus 1, (O,) or (B, 1, O), or None."""
@@ -85,6 +89,24 @@ class LoraLinear(nn.Module):
             dora_scale = dora_scale[:, 0]
         # this form rather than a product with the whole factor: a scale of zero changes no bit
         return y + (dora_scale * (y - self.linear.bias if "bias" in self.linear else y)).astype(y.dtype)
+
+
+class LoraExperts(nn.Module):
+    """A frozen layer that holds a matrix for each expert, and the name under which adapters know it."""
+
+    def __init__(self, experts: nn.Module, target: str, lora_context: LoraContext) -> None:
+        super().__init__()
+        self.experts = experts
+        self.target = target
+        self.lora_context = lora_context
+
+    def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
+        """Stands in for mlx-lm's layer of the same signature."""
+        y: mx.array = self.experts(x, indices, sorted_indices=sorted_indices)
+        lora = self.lora_context.lora
+        if lora is None:
+            return y
+        return lora.apply_experts(self.target, x, y, Routing(experts=indices, is_sorted=sorted_indices))
 
 
 class MergedLinear:
@@ -159,14 +181,13 @@ class MergedLinear:
         output = GroupOutput(y_SBTO, x.dtype, self._widths, shrunk)
         if y is None or shrunk is not None:
             if len(self.targets) == 1:
-                parts = y_SBTO if shrunk is None or add_norm.TAKES_LORA else None
-                return [FusedAdd(output.split()[0], output.added_to, parts, shrunk)]
+                return [FusedAdd(output.split()[0], output.added_to, y_SBTO if shrunk is None else None)]
             return self._halves(output.split(), output.gated)
         if len(self.targets) == 1:
             return [FusedAdd(y, partial(operator.add, y), y_SBTO)] if x.shape[1] == 1 else [y]
         # readers of one token a row find their columns; of more tokens each would copy its own
-        own = output.split() if x.shape[1] > 1 else columns_of(y, self._widths)
-        return self._halves(own, partial(self._gated, x, y))
+        parts = output.split() if x.shape[1] > 1 else columns_of(y, self._widths)
+        return self._halves(parts, partial(self._gated, x, y))
 
     def _gated(self, x: mx.array, y: mx.array) -> mx.array:
         """SwiGLU of the base's outputs `y`, for few rows in the product itself. Nothing is differentiated: what trains
@@ -225,6 +246,7 @@ def merge_linears(base: nn.Module, called: Sequence[tuple[str, ...]]) -> tuple[t
     """Merge the targets that were `called` with one input, where they are alike. Returns the groups, one for each
     target that the kernels can serve."""
     layers = {module.target: module for module in base.modules() if isinstance(module, LoraLinear)}
+    called = [targets for targets in called if layers.keys() >= set(targets)]  # no experts
     together = [targets for targets in called if _are_alike([layers[target] for target in targets])]
     joined = {target for targets in together for target in targets}
     groups = [*together, *((target,) for target in layers if target not in joined)]

@@ -11,7 +11,7 @@ side by side.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate, islice
 
@@ -21,14 +21,12 @@ import numpy.typing as npt
 
 from parallm.model.kernels.cuda import MIN_ON_DEVICE, VECTOR_BYTES, interned_array
 from parallm.model.kernels.segmented_lora import COLUMNS, GroupWeights, PackedGroup, Targets
-from parallm.model.kernels.small_batch_gemm import fits_weight, transposed_product
+from parallm.model.lora.experts import ExpertLora, ExpertStructure, Routing, stack_experts
 from parallm.model.lora.single import SingleLora
 
 NO_ADAPTER = -1  # as the version of a row
 MIN_LONG = 256
 """Tokens of prompts from which on LoRA is computed by MLX's products."""
-TAKES_TOKENS_AS_WEIGHTS = False
-"""Whether one version multiplies them by A with `transposed_product`, measured nowhere; else by MLX's product."""
 MAX_NUMBERS = 1 << 21  # of a version in an array; one group's weights are never split
 
 
@@ -38,14 +36,17 @@ class PackedLayout:
 
     groups: Mapping[Targets, PackedGroup]
     num_arrays: int
+    experts: ExpertStructure = ExpertStructure()
+    """The layout of one version's experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedLora:
-    """The weights of some versions in few arrays (V, N)."""
+    """The weights of some versions in few arrays (V, N); those of experts by themselves."""
 
     layout: PackedLayout
     arrays: tuple[mx.array, ...]
+    experts: ExpertLora = field(default_factory=ExpertLora)
 
     @property
     def num_versions(self) -> int:
@@ -53,7 +54,8 @@ class PackedLora:
 
     def version(self, index: int) -> "PackedLora":
         """One of the versions, not evaluated."""
-        return PackedLora(layout=self.layout, arrays=tuple(array[index : index + 1] for array in self.arrays))
+        arrays = tuple(array[index : index + 1] for array in self.arrays)
+        return PackedLora(layout=self.layout, arrays=arrays, experts=self.experts.version(index))
 
 
 def pack_lora(adapter: SingleLora, groups: Sequence[Targets], dtype: mx.Dtype) -> PackedLora | None:
@@ -90,15 +92,17 @@ def pack_lora(adapter: SingleLora, groups: Sequence[Targets], dtype: mx.Dtype) -
     if not layouts:
         return None
     arrays = tuple(mx.concatenate([array.flatten() for array in part])[None] for part in parts)
-    mx.eval(arrays)
-    return PackedLora(layout=_layout(tuple(layouts)), arrays=arrays)
+    mx.eval(arrays, adapter.experts.arrays())
+    layout = _layout(tuple(layouts), adapter.experts.structure())
+    return PackedLora(layout=layout, arrays=arrays, experts=adapter.experts)
 
 
 def stack_packed(versions: Sequence[PackedLora]) -> PackedLora:
     """All versions in this order; they have one layout. Evaluated."""
     arrays = tuple(mx.concatenate(parts) for parts in zip(*(version.arrays for version in versions), strict=True))
-    mx.eval(arrays)
-    return PackedLora(layout=versions[0].layout, arrays=arrays)
+    experts = stack_experts([version.experts for version in versions])
+    mx.eval(arrays, experts.arrays())
+    return PackedLora(layout=versions[0].layout, arrays=arrays, experts=experts)
 
 
 def _joined_a(adapter: SingleLora, targets: Targets) -> mx.array:
@@ -106,8 +110,9 @@ def _joined_a(adapter: SingleLora, targets: Targets) -> mx.array:
 
 
 @cache
-def _layout(groups: tuple[PackedGroup, ...]) -> PackedLayout:
-    return PackedLayout(groups={group.targets: group for group in groups}, num_arrays=groups[-1].array + 1)
+def _layout(groups: tuple[PackedGroup, ...], experts: ExpertStructure) -> PackedLayout:
+    by_targets = {group.targets: group for group in groups}
+    return PackedLayout(groups=by_targets, num_arrays=groups[-1].array + 1, experts=experts)
 
 
 def _fits(weights: Sequence[mx.array], dtype: mx.Dtype) -> bool:
@@ -128,12 +133,18 @@ class SegmentedStructure:
 
     layout: PackedLayout
     is_flat: bool
+    has_index: bool
+    num_versions: int
 
     def lora(self, arrays: Sequence[mx.array]) -> "SegmentedLora":
         """The binding with other arrays, in the order of `SegmentedLora.arrays`."""
-        order_B2, *weights = arrays
-        packed = PackedLora(layout=self.layout, arrays=tuple(weights))
-        return SegmentedLora(weights=packed, order_B2=order_B2, is_flat=self.is_flat)
+        remaining = iter(arrays)
+        order_B2 = next(remaining)
+        index_B = next(remaining) if self.has_index else None
+        weights = tuple(islice(remaining, self.layout.num_arrays))
+        experts = self.layout.experts.lora([*remaining], self.num_versions)
+        packed = PackedLora(layout=self.layout, arrays=weights, experts=experts)
+        return SegmentedLora(weights=packed, order_B2=order_B2, index_B=index_B, is_flat=self.is_flat)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +154,8 @@ class SegmentedLora:
     weights: PackedLora
     order_B2: mx.array
     """See `order_rows`, or `order_tokens` where `is_flat`."""
+    index_B: mx.array | None = None
+    """The version of each row, -1 for none, where experts have to choose; else all rows use the first."""
     is_flat: bool = False
     """Whether rows are tokens of prompts."""
 
@@ -153,14 +166,23 @@ class SegmentedLora:
 
     def arrays(self) -> list[mx.array]:
         """All arrays, in the order of `SegmentedStructure.lora`."""
-        return [self.order_B2, *self.weights.arrays]
+        index = [] if self.index_B is None else [self.index_B]
+        return [self.order_B2, *index, *self.weights.arrays, *self.weights.experts.arrays()]
 
     def structure(self) -> SegmentedStructure:
-        return SegmentedStructure(layout=self.weights.layout, is_flat=self.is_flat)
+        return SegmentedStructure(
+            layout=self.weights.layout,
+            is_flat=self.is_flat,
+            has_index=self.index_B is not None,
+            num_versions=self.weights.num_versions if self.weights.experts else 1,
+        )
 
     def apply(self, target: str, x: mx.array, y: mx.array) -> mx.array:
         """`y`: groups apply LoRA to their targets, and `pack_lora` refuses an adapter of other targets."""
         return y
+
+    def apply_experts(self, target: str, x: mx.array, y: mx.array, routing: Routing) -> mx.array:
+        return self.weights.experts.apply(target, x, y, routing, self.index_B)
 
     def dora_scale(self, target: str) -> None:
         return None
@@ -175,10 +197,7 @@ def add_products(weights: GroupWeights, y_BTO: mx.array, x_BTI: mx.array, versio
     """
     x_MI, a_VKI = x_BTI.flatten(0, -2), weights.joined_a()
     versions, columns, _ = a_VKI.shape
-    if TAKES_TOKENS_AS_WEIGHTS and versions == 1 and fits_weight(a_VKI, x_MI):
-        hidden_MC = transposed_product(x_MI, a_VKI[0, ...]).T
-    else:
-        hidden_MC = x_MI @ a_VKI.flatten(0, 1).T
+    hidden_MC = x_MI @ a_VKI.flatten(0, 1).T
     if versions > 1:
         is_own_MV1 = (versions_M[:, None] == mx.arange(versions, dtype=mx.int32))[:, :, None]
         hidden_MVK = hidden_MC.reshape(-1, versions, columns)

@@ -58,9 +58,10 @@ def training_lora(adapter: SingleLora, dropout: float, key: mx.array) -> LoraBin
     """
     if dropout == 0:
         return TrainingLora(adapter) if on_cuda() else adapter
-    keys = mx.random.split(key, len(adapter.a_IR))
-    split = replace(adapter, joined={})  # joined targets would share their input
-    return DropoutLora(split, dropout, dict(zip(sorted(adapter.a_IR), keys, strict=True)))
+    targets = sorted([*adapter.a_IR, *adapter.experts.b_ERO])
+    keys = mx.random.split(key, len(targets))
+    split = replace(adapter, joined={}, experts=adapter.experts.apart())  # joined targets would share their input
+    return DropoutLora(split, dropout, dict(zip(targets, keys, strict=True)))
 
 
 class LoraSelector:
@@ -95,8 +96,9 @@ class LoraSelector:
             return self.select([adapter for adapter, length in pairs for _ in range(length)])
         weights, index = packed
         index_S = [NO_ADAPTER if adapter is None else index[adapter.key] for adapter in adapters_S]
-        order_M2 = order_tokens(np.repeat(np.array(index_S, np.int32), lengths_S))
-        return SegmentedLora(weights=weights, order_B2=order_M2, is_flat=True)
+        index_M = np.repeat(np.array(index_S, np.int32), lengths_S)
+        rows = mx.array(index_M) if weights.experts else None
+        return SegmentedLora(weights=weights, order_B2=order_tokens(index_M), index_B=rows, is_flat=True)
 
     def _select(self, adapters_B: Sequence[Adapter | None]) -> LoraBinding | None:
         keys_B = [None if adapter is None else adapter.key for adapter in adapters_B]
@@ -107,7 +109,8 @@ class LoraSelector:
         if packed is not None:
             weights, index = packed
             index_B = [NO_ADAPTER if key is None else index[key] for key in keys_B]
-            return SegmentedLora(weights=weights, order_B2=order_rows(index_B, weights.num_versions))
+            order_B2 = order_rows(index_B, weights.num_versions)
+            return SegmentedLora(weights=weights, order_B2=order_B2, index_B=_index_of_rows(index_B, weights))
         order = sorted(adapters)
         if len(order) == 1 and None not in keys_B:
             return self._single(order[0], adapters[order[0]])
@@ -131,7 +134,7 @@ class LoraSelector:
 
     def _make_single(self, adapter: Adapter) -> SingleLora:
         single = single_lora(self._model.own_lora(adapter.arrays), lora_scaling(adapter, self._model))
-        mx.eval(single.a_IR, single.b_RO, single.dora_scale_O)
+        mx.eval(single.a_IR, single.b_RO, single.dora_scale_O, single.experts.arrays())
         return single
 
 
@@ -219,6 +222,13 @@ def _cached(cache: OrderedDict[CacheKey, Value], key: CacheKey, size: int, make:
             cache.popitem(last=False)
     cache.move_to_end(key)
     return cache[key]
+
+
+def _index_of_rows(index_B: Sequence[int], weights: PackedLora) -> mx.array | None:
+    """The versions of rows as experts read them; None where there are none to choose."""
+    if not weights.experts or (weights.num_versions == 1 and NO_ADAPTER not in index_B):
+        return None
+    return mx.array(index_B, mx.int32)
 
 
 def _capacity(num_versions: int) -> int:

@@ -1,4 +1,4 @@
-"""Chooses the linear layers of a base that adapters may change, and their ranks."""
+"""Chooses the linear layers and experts of a base that adapters may change, and their ranks."""
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -6,26 +6,31 @@ from collections.abc import Iterable, Mapping, Sequence
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
-from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchLinear, SwitchMLP
 
 from parallm.errors import AdapterError
-from parallm.model.lora.linear import LoraContext, LoraLinear
+from parallm.model.lora.experts import Routing
+from parallm.model.lora.linear import LoraContext, LoraExperts, LoraLinear
+from parallm.model.patches.experts import install_experts
 from parallm.model.settings import LoraSettings
 
 logger = logging.getLogger(__name__)
 
 EXPERTS = SwitchLinear | QuantizedSwitchLinear
+ALL_LINEAR, ALL_EXPERTS = "all-linear", "experts"
+Shape = tuple[int, ...]
+"""Inputs and outputs of a target, of experts after their number: (inputs, outputs) or (experts, inputs, outputs)."""
 ROUTERS = frozenset({"gate", "router"})
 """Names of the layers that choose experts in mlx-lm's models; `gate_proj` and `shared_expert_gate` are others."""
 NEVER_CALLED = frozenset({"self_attention_res_proj", "mlp_res_proj"})
 """Names of linear layers of which kimi_k3 reads the weights as vectors."""
 
 
-def install_lora(base: nn.Module, settings: LoraSettings, lora_context: LoraContext) -> dict[str, tuple[int, int]]:
-    """Wrap the linear layers of `base` that `settings` chooses. Returns target -> (inputs, outputs).
+def install_lora(base: nn.Module, settings: LoraSettings, lora_context: LoraContext) -> dict[str, Shape]:
+    """Wrap the layers of `base` that `settings` chooses. Returns the shapes of the targets.
 
-    Warns where the experts of a mixture stay without LoRA. Raises AdapterError naming the targets that no linear layer
-    of the model has, or the layers that it does not have.
+    Warns where the experts of a mixture stay without LoRA. Raises AdapterError naming the targets that no layer of the
+    model has, or the layers that it does not have.
     """
     layer_of = {id(module): index for index, layer in enumerate(base.layers) for module in layer.modules()}
     linears = {
@@ -35,26 +40,31 @@ def install_lora(base: nn.Module, settings: LoraSettings, lora_context: LoraCont
         and id(module) in layer_of  # neither embedding nor head
         and name.rpartition(".")[2] not in NEVER_CALLED
     }
+    experts = _experts(base)
     layers = _layers("all" if settings.layers is None else settings.layers, len(base.layers))
-    if settings.targets in (None, "all-linear"):
-        # as PEFT's all-linear with transformers 5; beside frozen experts an adapted router could only reshuffle them
-        targeted = sorted(linears.keys() - _routers(base, linears))
-    else:
-        targeted = _named(linears, settings.targets, _experts(base))
-    chosen = [name for name in targeted if layer_of[id(linears[name])] in layers]
+    names = (settings.targets,) if isinstance(settings.targets, str) else settings.targets or (ALL_LINEAR,)
+    targeted = _named(base, linears, experts, names)
+    chosen = {name: module for name, module in targeted.items() if layer_of[id(module)] in layers}
     if not chosen:
         raise AdapterError(
-            f"model.lora.targets={settings.targets or 'all-linear'} and model.lora.layers={settings.layers} have no "
-            f"layer in common; targets are, for example, {targeted[0]}"
+            f"model.lora.targets={settings.targets or ALL_LINEAR} and model.lora.layers={settings.layers} have no "
+            f"layer in common; targets are, for example, {min(targeted)}"
         )
-    wrapped = [(name, LoraLinear(linears[name], name, lora_context)) for name in chosen]
+    _check_dora(settings, chosen.keys() & experts.keys())
+    if experts:
+        install_experts()
+    wrapped: list[tuple[str, nn.Module]] = [
+        (name, (LoraExperts if name in experts else LoraLinear)(module, name, lora_context))
+        for name, module in chosen.items()
+    ]
     base.update_modules(tree_unflatten(wrapped))
-    if experts := _experts(base):
+    if experts and not chosen.keys() & experts.keys():
         logger.warning(
-            "LoRA targets are %d linear layers, without the experts of this mixture (%d layers such as %s)",
-            *(len(chosen), len(experts), experts[0]),
+            "LoRA targets are %d linear layers, without the experts of this mixture (%d layers such as %s); for these "
+            "set model.lora.targets=[all-linear,experts]",
+            *(len(chosen), len(experts), min(experts)),
         )
-    return {name: _linear_shape(linears[name]) for name in chosen}
+    return {name: shape_of(module) for name, module in chosen.items()}
 
 
 def target_ranks(targets: Iterable[str], ranks: Mapping[str, int], rank: int) -> dict[str, int]:
@@ -81,6 +91,9 @@ class InputRecorder:
         self._x = x
         self._groups[-1].append(target)
         return y
+
+    def apply_experts(self, target: str, x: mx.array, y: mx.array, _: Routing) -> mx.array:
+        return self.apply(target, x, y)
 
     def dora_scale(self, target: str) -> None:
         return None
@@ -116,34 +129,47 @@ def _routers(base: nn.Module, linears: Mapping[str, nn.Module]) -> set[str]:
     return {name for name, linear in linears.items() if ROUTERS & set(name.split(".")) and id(linear) in with_experts}
 
 
-def _experts(base: nn.Module) -> list[str]:
-    """The layers that hold a matrix for each expert."""
-    return sorted(name for name, module in base.named_modules() if isinstance(module, EXPERTS))
+def _experts(base: nn.Module) -> dict[str, nn.Module]:
+    """The layers that hold a matrix for each expert, by their names."""
+    mixtures = [module for module in base.modules() if isinstance(module, SwitchGLU | SwitchMLP)]
+    within = {id(module) for mixture in mixtures for module in mixture.modules()}
+    return {
+        name: module for name, module in base.named_modules() if isinstance(module, EXPERTS) and id(module) in within
+    }
 
 
-def _named(linears: Mapping[str, nn.Module], targets: str | tuple[str, ...], experts: Sequence[str]) -> list[str]:
-    names = (targets,) if isinstance(targets, str) else targets
-    chosen = [name for name in linears if any(_is_end(end, name) for end in names)]
-    missing = [end for end in names if not any(_is_end(end, name) for name in chosen)]
-    if missing or not chosen:
-        choices = sorted({name.rsplit(".", 1)[-1] for name in linears})
-        if expert := next((end for end in missing if any(_is_end(end, name) for name in experts)), None):
-            raise AdapterError(
-                f"model.lora.targets: {expert} names experts of a mixture, which get no LoRA here; choices: all-linear "
-                f"or of {choices}"
-            )
+def _named(
+    base: nn.Module, linears: Mapping[str, nn.Module], experts: Mapping[str, nn.Module], names: Sequence[str]
+) -> dict[str, nn.Module]:
+    """The layers that `names` choose, in the order of their paths."""
+    layers = {**linears, **experts}
+    # all-linear is as PEFT's with transformers 5: experts are asked for by name; an adapted router could reshuffle them
+    of_words = {ALL_LINEAR: linears.keys() - _routers(base, linears), ALL_EXPERTS: experts.keys()}
+    chosen_by = {
+        name: of_words[name] if name in of_words else {path for path in layers if _is_end(name, path)} for name in names
+    }
+    missing = [name for name, chosen in chosen_by.items() if not chosen]
+    if missing or not chosen_by:
+        choices = sorted({path.rsplit(".", 1)[-1] for path in layers})
+        words = f"{ALL_LINEAR}, {ALL_EXPERTS}" if experts else ALL_LINEAR
+        raise AdapterError(f"model.lora.targets: the model has no layer {missing}; choices: {words} or of {choices}")
+    return {path: layers[path] for path in sorted(set().union(*chosen_by.values()))}
+
+
+def _check_dora(settings: LoraSettings, experts: Iterable[str]) -> None:
+    if settings.dora and (first := min(experts, default=None)):
         raise AdapterError(
-            f"model.lora.targets: the model has no linear layer {missing}; choices: all-linear or of {choices}"
+            f"model.lora.dora=true: {first} holds a matrix for each expert, which DoRA has no form for; leave dora "
+            "out, or the experts out of model.lora.targets"
         )
-    return sorted(chosen)
 
 
 def _is_end(name: str, path: str) -> bool:
     return path == name or path.endswith(f".{name}")
 
 
-def _linear_shape(linear: nn.Module) -> tuple[int, int]:
-    outputs, inputs = linear.weight.shape
-    if isinstance(linear, nn.QuantizedLinear):
-        inputs = inputs * 32 // linear.bits
-    return inputs, outputs
+def shape_of(layer: nn.Module) -> Shape:
+    *stack, outputs, inputs = layer.weight.shape
+    if isinstance(layer, nn.QuantizedLinear | QuantizedSwitchLinear):
+        inputs = inputs * 32 // layer.bits
+    return *stack, inputs, outputs

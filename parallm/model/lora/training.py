@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import mlx.nn as nn
 
+from parallm.model.lora.experts import Routing
 from parallm.model.lora.single import SingleLora
 from parallm.model.quantized import UnpackingLinear, floating_type, weights_of
 
@@ -30,13 +31,17 @@ class DropoutLora:
     keys: Mapping[str, mx.array]
 
     def apply(self, target: str, x: mx.array, y: mx.array) -> mx.array:
-        if target not in self.keys:
-            return y
-        kept = mx.random.bernoulli(1 - self.probability, x.shape, key=self.keys[target])
-        return self.adapter.apply(target, mx.where(kept, x / (1 - self.probability), 0).astype(x.dtype), y)
+        return self.adapter.apply(target, self._dropped(target, x), y) if target in self.keys else y
+
+    def apply_experts(self, target: str, x: mx.array, y: mx.array, routing: Routing) -> mx.array:
+        return self.adapter.apply_experts(target, self._dropped(target, x), y, routing) if target in self.keys else y
 
     def dora_scale(self, target: str) -> mx.array | None:
         return self.adapter.dora_scale(target)
+
+    def _dropped(self, target: str, x: mx.array) -> mx.array:
+        kept = mx.random.bernoulli(1 - self.probability, x.shape, key=self.keys[target])
+        return mx.where(kept, x / (1 - self.probability), 0).astype(x.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +52,9 @@ class TrainingLora:
 
     def apply(self, target: str, x: mx.array, y: mx.array) -> mx.array:
         return self.adapter.apply(target, x, y)
+
+    def apply_experts(self, target: str, x: mx.array, y: mx.array, routing: Routing) -> mx.array:
+        return self.adapter.apply_experts(target, x, y, routing)
 
     def dora_scale(self, target: str) -> mx.array | None:
         return self.adapter.dora_scale(target)

@@ -1,11 +1,11 @@
-"""Training: status, pause, resume, one step, an update on given trajectories, a checkpoint: wire types and routes.
+"""Training: status, pause, steps, updates on given trajectories, checkpoints, evaluation, end: wire types and routes.
 
 The routes call the trainers' `Training` interface. Texts of given trajectories become tokens here.
 """
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -23,6 +23,7 @@ from parallm.server.connection import body_of, json_response, received, while_co
 from parallm.server.interfaces import Tokenizer, Training
 from parallm.server.openai.completion_schemas import WeightVersions
 from parallm.server.openai.translate import MIN_TEMPERATURE
+from parallm.server.operation.request_context import note_values
 from parallm.server.request_limits import check_items, check_text, too_long
 from parallm.server.schemas import FIRST_FAULT, MAX_INT, Tokens, Wire, is_tokens, parse_body
 from parallm.server.service import Service
@@ -108,6 +109,11 @@ class UpdateBody(TrainingBody):
     promoted stays served all the same."""
     checkpoint_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}$")] | None = None
     """Name of a checkpoint to save afterwards. It is never deleted."""
+
+
+class EvaluationAnswer(Wire):
+    evaluations: dict[str, dict[str, Any]]
+    """Row of each policy, as in `evaluations.jsonl`."""
 
 
 class CheckpointAnswer(Wire):
@@ -226,6 +232,7 @@ def training_routes(service: Service) -> APIRouter:
     async def update(http: Request) -> Response:
         """Train on these trajectories after the present step; without any, wait for one more step."""
         body, trajectories = await received(service, http, partial(_parse_update, service))
+        note_values({**body.model_dump(exclude_unset=True, exclude={"trajectories"}), **_number_of(trajectories)})
         if trajectories is None:
             return await _step(service, http, training(given), body)
         return await _train_on(service, http, training(given), body, trajectories)
@@ -237,6 +244,20 @@ def training_routes(service: Service) -> APIRouter:
         body = await body_of(service, http, TrainingBody)
         folders = await while_connected(http.receive, training(given).checkpoint(body.policy))
         return json_response(CheckpointAnswer(folders=dict(folders)))
+
+    @router.post("/v1/training/evaluate")
+    async def evaluate(http: Request) -> Response:
+        """Evaluate the newest version after the present step, unless it was; answers when it is done."""
+        body = await body_of(service, http, TrainingBody)
+        rows = await while_connected(http.receive, training(given).evaluate(body.policy))
+        return _answer({"evaluations": {name: dict(row) for name, row in rows.items()}})
+
+    @router.post("/v1/training/stop")
+    async def stop(http: Request) -> Response:
+        """End training after the present step and go on serving; answers when the checkpoint is on the disk."""
+        body = await body_of(service, http, TrainingBody)
+        await while_connected(http.receive, training(given).stop(body.policy))
+        return _status_answer(service)
 
     return router
 
@@ -251,6 +272,10 @@ def _parse_update(service: Service, text: bytes) -> tuple[UpdateBody, list[Given
         parse_trajectory(trajectory, index, tokenizer, max_context)
         for index, trajectory in enumerate(body.trajectories)
     ]
+
+
+def _number_of(trajectories: Sequence[GivenTrajectory] | None) -> dict[str, int]:
+    return {} if trajectories is None else {"trajectories": len(trajectories)}
 
 
 async def _step(service: Service, http: Request, trainers: Training, body: UpdateBody) -> Response:
@@ -282,9 +307,12 @@ def training(given: Training | None) -> Training:
 
 def _status_answer(service: Service, **more: object) -> Response:
     """Return the status, and `more` fields of a route."""
+    return _answer(_fields(_complete_status(service)) | more)
+
+
+def _answer(fields: Mapping[str, object]) -> Response:
     # a loss can be NaN, which JSON does not have; NumPy scalars become what their text says
-    fields = to_json(_fields(_complete_status(service)) | more, inf_nan_mode="null", fallback=str)
-    return Response(fields, media_type="application/json")
+    return Response(to_json(fields, inf_nan_mode="null", fallback=str), media_type="application/json")
 
 
 def _complete_status(service: Service) -> TrainingStatus:

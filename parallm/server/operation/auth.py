@@ -21,8 +21,9 @@ from starlette.requests import Request
 
 from parallm.errors import ConfigError, InvalidRequest
 from parallm.server.failures import Draining, NotAllowed, WrongKey
+from parallm.server.operation.acts import ACTS
 from parallm.server.operation.middleware import Drain
-from parallm.server.operation.request_context import UNIX, current_request
+from parallm.server.operation.request_context import UNIX, current_request, note_values
 from parallm.server.settings import ApiKey, KeyRole, ServerSettings
 
 MIN_KEY_LENGTH = 16
@@ -138,11 +139,13 @@ _ROUTES: Mapping[Role, Mapping[str, str]] = {
             /debug/training /v1/training/status
             /v1/fine_tuning/jobs /v1/fine_tuning/jobs/{job_id}
             /v1/fine_tuning/jobs/{job_id}/events /v1/fine_tuning/jobs/{job_id}/checkpoints
+            /v1/adapters/{model}/archive
         """,
         "PUT": "/v1/replica/versions/{version}",
         "POST": """
             /v1/training/pause /v1/training/resume /v1/training/update
             /training/checkpoint /v1/training/checkpoint
+            /v1/training/evaluate /v1/training/stop
             /v1/fine_tuning/jobs /v1/fine_tuning/jobs/{job_id}/cancel
             /v1/fine_tuning/jobs/{job_id}/pause /v1/fine_tuning/jobs/{job_id}/resume
             /v1/replica/join /v1/replica/generate /v1/replica/leave
@@ -231,6 +234,8 @@ def auth_dependency(
         context = current_request.get()
         assert context is not None, "middleware.py is around every request"
         context.route = http.scope["route"].path_format
+        context.act = ACTS.get(f"{http.method} {context.route}")
+        note_values(http.path_params)
         if context.is_local:
             context.api_role = "admin"
         else:

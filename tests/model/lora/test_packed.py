@@ -5,8 +5,9 @@ from dataclasses import replace
 import mlx.core as mx
 import pytest
 
+from parallm.model.lora.joined import join_a
 from parallm.model.lora.segmented import MAX_NUMBERS, SegmentedLora, order_rows, pack_lora, stack_packed
-from parallm.model.lora.single import SingleLora, join_a
+from parallm.model.lora.single import SingleLora
 
 
 def adapter(ranks: dict[str, int], **options: dict[str, mx.array]) -> SingleLora:

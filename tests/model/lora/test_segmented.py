@@ -9,6 +9,7 @@ import pytest
 
 from parallm.model.kernels.cuda import on_cuda
 from parallm.model.kernels.segmented_lora import GroupOutput, GroupWeights, ShrinkOutput, shrink
+from parallm.model.lora.joined import join_a
 from parallm.model.lora.segmented import (
     MIN_LONG,
     SegmentedLora,
@@ -18,7 +19,7 @@ from parallm.model.lora.segmented import (
     pack_lora,
     stack_packed,
 )
-from parallm.model.lora.single import SingleLora, join_a
+from parallm.model.lora.single import SingleLora
 
 needs_cuda = pytest.mark.skipif(not on_cuda(), reason="needs MLX's CUDA build")
 
