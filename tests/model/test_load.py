@@ -257,7 +257,7 @@ def test_a_config_that_transformers_refuses_is_an_error_of_the_model(
 
 
 def test_a_model_class_that_never_calls_its_base_is_frozen_too(tiny_model: Callable[[str], Path]) -> None:
-    assert load(tiny_model("recurrent_gemma")).base.trainable_parameters() == {}
+    assert not tree_flatten(load(tiny_model("recurrent_gemma")).base.trainable_parameters())
 
 
 def test_a_model_that_cannot_compute_a_token_is_an_error_of_the_model(
