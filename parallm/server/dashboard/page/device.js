@@ -83,7 +83,7 @@ function showCharts(parts, charts, answer) {
 /** One bar a span of work; its place and length are seconds. */
 function showStrip({ strip, legend }, { work, spans }) {
   const used = work.map((name, index) => [name, spans.filter(([kind]) => kind === index).reduce((sum, [, , length]) => sum + length, 0), index]).filter(([, seconds]) => seconds > 0);
-  put(strip, spans.map(([kind, start, length]) => svg("rect", { class: `w${kind % 8}`, x: (SECONDS + start).toFixed(3), y: 0, width: Math.max(0.02, length).toFixed(3), height: 10 })));
+  put(strip, spans.map(([kind, start, length]) => svg("rect", { class: `c${kind % 8}`, x: (SECONDS + start).toFixed(3), y: 0, width: Math.max(0.02, length).toFixed(3), height: 10 })));
   setAttributes(strip, { "aria-label": `Work of the device over the last minute: ${used.map(([name, seconds]) => `${name} ${percent(seconds / SECONDS, 0)}`).join(", ") || "idle"}` });
   put(legend, used.length ? used.map(([name, seconds, index]) => h("span", h("i", { class: `c${index % 8}` }), `${name} ${percent(seconds / SECONDS, 0)}`)) : "idle");
   legend.append(" ", time(now()));
