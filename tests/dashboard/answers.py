@@ -45,6 +45,7 @@ class Answers:
     num_texts: int = 1
     """Rows of each list of texts, and names of each kind."""
     rows: list[dict[str, float]] = field(default_factory=list)
+    histories: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         names = range(self.num_texts)
@@ -77,6 +78,11 @@ class Answers:
         return {name: round(value, 6) for name, value in (values | own).items()}
 
     def history(self, points: int = POINTS) -> dict[str, Any]:
+        if points not in self.histories:
+            self.histories[points] = self._history(points)
+        return self.histories[points]
+
+    def _history(self, points: int) -> dict[str, Any]:
         bucket = 1
         while self.num_steps / bucket > points:
             bucket *= 2
@@ -379,7 +385,7 @@ class Answers:
     def _of_run(self, path: str, query: Mapping[str, str]) -> object | None:
         run, _, rest = path.partition("/")
         if run == OTHER and rest == "history":
-            return replace(self, seed=1, num_steps=self.num_steps * 3 // 4).history()
+            return replace(self, seed=1, num_steps=self.num_steps * 3 // 4, histories={}).history()
         routes: dict[str, Callable[[], object]] = {
             "": lambda: self.run(RUN if run == "current" else run),
             "history": lambda: (

@@ -1,6 +1,7 @@
 """What axe finds in every view, and that all can be reached by keyboard."""
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -30,13 +31,16 @@ def settle(page: Page, stage: Stage, view: str) -> None:
 
 
 @pytest.mark.parametrize(("width", "theme"), LAYOUTS)
-def test_axe_finds_nothing(stage: Stage, open_page: OpenPage, width: int, theme: str) -> None:
+def test_axe_finds_nothing(
+    stage: Stage, open_page: OpenPage, width: int, theme: str, record_property: Callable[[str, object], None]
+) -> None:
     size = {"width": width, "height": 900}
     page = open_page(stage, viewport=size, color_scheme=theme, bypass_csp=True).page
     found = {}
     for view in VIEWS:
         settle(page, stage, view)
         found[view] = findings_of(page)
+    record_property("dashboard.axe_findings", sum(map(len, found.values())))
     assert {view: one for view, one in found.items() if one} == {}
 
 
