@@ -17,7 +17,11 @@ from parallm.errors import AdapterError, ConfigError, FolderInUse
 from parallm.model.adapters.table import AdapterTable
 from parallm.model.shared_model import SharedModel
 from parallm.server.settings import AUTO, OFF, ServerSettings
+from parallm.tasks.net_folder import NetFolder
 from parallm.types import BASE, BEST, LATEST
+
+NETS = "nets"
+"""Folder of policy nets."""
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +66,19 @@ def open_table(
     except FolderInUse as error:
         logger.warning("what operators have set is not restored: %s", error)
     return PersistentTable(device, table, trained=trained, folder=kept, state=state)
+
+
+def open_nets(settings: ServerSettings, folder: Path | None, *, continues: bool) -> NetFolder | None:
+    """Return the place of policy nets that clients publish, below `folder` or that of `server.state`; None without
+    one. Unless the run `continues`, nets in `folder` are set aside."""
+    if settings.state == OFF or folder is None:
+        return None
+    if settings.state != AUTO:
+        return NetFolder(Path(settings.state).expanduser() / NETS)
+    path = folder / NETS
+    if not continues and path.exists():
+        set_aside(path, "this run begins anew (checkpoint.resume)")
+    return NetFolder(path)
 
 
 async def restore(
