@@ -26,6 +26,7 @@ from parallm.integrations.atropos.source import AtroposSource
 from parallm.metrics.display import Display
 from parallm.metrics.eta import Schedule
 from parallm.metrics.formatting import short_path
+from parallm.metrics.happenings import Happenings
 from parallm.metrics.log_capture import PROGRESS
 from parallm.metrics.record import RunRecorder
 from parallm.metrics.settings import MetricsSettings
@@ -34,6 +35,7 @@ from parallm.model.adapters.table import AdapterTable
 from parallm.reports import TrainingStatus
 from parallm.rollout.live.source import LiveSource
 from parallm.rollout.reward_model import RewardModel
+from parallm.server.operation.acts import Act
 from parallm.trainer.given_update import GivenUpdates
 from parallm.trainer.loop import Loop
 from parallm.types import GivenTrajectory, GivenUpdate
@@ -136,6 +138,23 @@ def make_policy_specs(
         )
         for name, policy in configs.items()
     )
+
+
+def happenings_of(policies: Sequence[PolicyRun]) -> dict[str, Happenings]:
+    """Return what happens to each policy, with what its run has noted before."""
+    return {policy.name: Happenings(policy.spec.folder, policy.name, partial(_step_of, policy)) for policy in policies}
+
+
+def _step_of(policy: PolicyRun) -> int:
+    return policy.trainer.status.step
+
+
+def note_act(happenings: Mapping[str, Happenings], act: Act) -> None:
+    """Note an act with the policy that it names, or with all of them."""
+    names = [str(act.values[field]).partition("@")[0] for field in ("policy", "name", "model") if field in act.values]
+    named = [name for name in names if name in happenings]
+    for name in named[:1] or happenings:
+        happenings[name].add(act.kind, what=act.what, by=act.by, text=act.text, values=act.values, refused=act.refused)
 
 
 async def train_all(runs: Sequence[PolicyRun]) -> dict[str, BaseException]:

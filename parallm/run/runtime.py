@@ -61,6 +61,7 @@ from parallm.run.sampling_defaults import sampling_defaults
 from parallm.server.app import create_app
 from parallm.server.engine_gateway import CompletionListener
 from parallm.server.interfaces import Training, Trajectories
+from parallm.server.operation.acts import Act
 from parallm.server.operation.http_server import HttpServer, Listener
 from parallm.server.operation.request_context import writing_request_log
 from parallm.server.operation.tracing import Traces, exporting_traces
@@ -285,9 +286,11 @@ async def open_application(
     reward_models: Mapping[str, RewardModel] | None = None,
     jobs: Jobs | None = None,
     pool: Pool | None = None,
+    on_act: Callable[[Act], None] = lambda _: None,
 ) -> AsyncIterator[Application]:
     """Answer requests until the end, over HTTP if `listener` is bound; clients that connect before wait.
 
+    `on_act` gets what clients do to training and to what is served.
     `training` is clients' control of the trainers. The other parts are by policy: where clients' trajectories go, what
     records sampled completions, and the reward models of rollouts.
     """
@@ -317,6 +320,7 @@ async def open_application(
         replica=runtime.host,
         jobs=jobs,
         models=pool,
+        on_act=on_act,
     )
     if settings.server.ollama:
         service.base = await asyncio.to_thread(_own_base, runtime)

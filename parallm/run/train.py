@@ -41,8 +41,10 @@ from parallm.run.policy_runs import (
     PolicyRun,
     TrainingControl,
     combined_status,
+    happenings_of,
     how_to_resume,
     make_policy_specs,
+    note_act,
     raise_failures,
     train_all,
 )
@@ -202,6 +204,7 @@ async def open_training(
                 listener,
                 lambda: combined_status({policy.name: policy.status for policy in policies}),
                 training=control,
+                on_act=partial(note_act, happenings_of(policies)),
                 trajectories={policy.name: policy.live for policy in policies if policy.live},
                 sample_stores={
                     policy.name: policy.atropos.sample_store.record for policy in policies if policy.atropos

@@ -44,6 +44,7 @@ from parallm.server.ollama.routes_models import model_routes
 from parallm.server.ollama.schemas import OllamaError
 from parallm.server.openai.routes import openai_routes
 from parallm.server.openapi import openapi_document
+from parallm.server.operation.acts import ActLog
 from parallm.server.operation.auth import ROLES, auth_dependency, check_roles
 from parallm.server.operation.collectors import ServiceCollector
 from parallm.server.operation.middleware import CLIENT_CLOSED_REQUEST, Drain, Origins, RequestMiddleware
@@ -137,6 +138,7 @@ def create_app(service: Service, pool: Pool | None = None) -> FastAPI:
         request_metrics=service.request_metrics,
         drain=drain,
         origins=Origins(settings, has_keys=has_keys),
+        acts=ActLog(service.on_act),
     )
     return app
 

@@ -21,8 +21,9 @@ from starlette.requests import Request
 
 from parallm.errors import ConfigError, InvalidRequest
 from parallm.server.failures import Draining, NotAllowed, WrongKey
+from parallm.server.operation.acts import ACTS
 from parallm.server.operation.middleware import Drain
-from parallm.server.operation.request_context import UNIX, current_request
+from parallm.server.operation.request_context import UNIX, current_request, note_values
 from parallm.server.settings import ApiKey, KeyRole, ServerSettings
 
 MIN_KEY_LENGTH = 16
@@ -233,6 +234,8 @@ def auth_dependency(
         context = current_request.get()
         assert context is not None, "middleware.py is around every request"
         context.route = http.scope["route"].path_format
+        context.act = ACTS.get(f"{http.method} {context.route}")
+        note_values(http.path_params)
         if context.is_local:
             context.api_role = "admin"
         else:

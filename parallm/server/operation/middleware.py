@@ -25,6 +25,7 @@ from parallm.server.connection import announced_bytes, error_response
 from parallm.server.dashboard.assets import HEADERS as PAGE_HEADERS
 from parallm.server.dashboard.assets import PREFIX as PAGE
 from parallm.server.failures import ForeignHost, ForeignOrigin, failure_of
+from parallm.server.operation.acts import ActLog
 from parallm.server.operation.request_context import LOCAL, UNIX, RequestContext, current_request, request_log
 from parallm.server.operation.request_metrics import HttpMetrics
 from parallm.server.settings import ServerSettings
@@ -146,8 +147,11 @@ class Origins:
 class RequestMiddleware:
     """A request without a usable `x-request-id` gets one; the response carries it."""
 
-    def __init__(self, app: ASGIApp, *, request_metrics: HttpMetrics, drain: Drain, origins: Origins) -> None:
+    def __init__(
+        self, app: ASGIApp, *, request_metrics: HttpMetrics, drain: Drain, origins: Origins, acts: ActLog
+    ) -> None:
         self._app = app
+        self._acts = acts
         self._origins = origins
         self._request_metrics = request_metrics
         self._drain = drain
@@ -195,6 +199,7 @@ class RequestMiddleware:
             await error_response(failure_of(error))(scope, receive, send_with_id)
         finally:
             self._report(scope, context, status, time.perf_counter() - began)
+            self._acts.note(context, status)
             self._drain.leave(context)
             current_request.reset(token)
 
