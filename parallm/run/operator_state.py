@@ -11,7 +11,7 @@ from parallm.checkpoint.adapter_store import AdapterStore
 from parallm.checkpoint.manager import set_aside
 from parallm.checkpoint.persistent_table import PersistentTable
 from parallm.checkpoint.serving_state import ServingFolder, ServingState
-from parallm.config.run_folder import SERVING
+from parallm.config.run_folder import NETS, SERVING
 from parallm.device.thread import DeviceThread
 from parallm.errors import AdapterError, ConfigError, FolderInUse
 from parallm.model.adapters.table import AdapterTable
@@ -19,9 +19,6 @@ from parallm.model.shared_model import SharedModel
 from parallm.server.settings import AUTO, OFF, ServerSettings
 from parallm.tasks.net_folder import NetFolder
 from parallm.types import BASE, BEST, LATEST
-
-NETS = "nets"
-"""Folder of policy nets."""
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +71,7 @@ def open_nets(settings: ServerSettings, folder: Path | None, *, continues: bool)
     if settings.state == OFF or folder is None:
         return None
     if settings.state != AUTO:
-        return NetFolder(Path(settings.state).expanduser() / NETS)
+        return NetFolder(Path(settings.state).expanduser() / "nets")
     path = folder / NETS
     if not continues and path.exists():
         set_aside(path, "this run begins anew (checkpoint.resume)")

@@ -107,7 +107,7 @@ def test_a_disk_that_refuses_leaves_what_was(
         raise OSError("no space left")
 
     monkeypatch.setattr("parallm.tasks.net_folder.write_atomically", refuse)
-    with pytest.raises(NotStored, match="agent is as it was: .*no space left"):
+    with pytest.raises(NotStored, match=r"agent is as it was: .*no space left"):
         process.publish(seed=1)
     with pytest.raises(NotStored):
         asyncio.run(process.actor.unload("agent"))
