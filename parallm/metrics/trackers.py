@@ -7,6 +7,7 @@ import logging
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,16 +50,19 @@ class Trackers:
             makers["tensorboard"] = lambda: TensorBoard(folder)
         self._trackers: dict[str, Tracker] = {}
         for name, make in makers.items():
-            self._try(name, "start", lambda name=name, make=make: self._trackers.update({name: make()}))
+            self._try(name, "start", partial(self._start, name, make))
 
     def log(self, row: Row, completions: Sequence[Row] = ()) -> None:
         for name, tracker in list(self._trackers.items()):
-            self._try(name, "log", lambda tracker=tracker: tracker.log(row, completions))
+            self._try(name, "log", partial(tracker.log, row, completions))
 
     def finish(self, figures: Row) -> None:
         for name, tracker in list(self._trackers.items()):
-            self._try(name, "finish", lambda tracker=tracker: tracker.finish(figures))
+            self._try(name, "finish", partial(tracker.finish, figures))
         self._trackers.clear()
+
+    def _start(self, name: str, make: Callable[[], Tracker]) -> None:
+        self._trackers[name] = make()
 
     def _try(self, name: str, what: str, action: Callable[[], object]) -> None:
         try:
@@ -126,15 +130,15 @@ class TensorBoard(Tracker):
     def __init__(self, folder: Path) -> None:
         import tensorboardX  # noqa: PLC0415 - takes a second to import
 
-        self._open = lambda step: tensorboardX.SummaryWriter(
-            str(folder / "tensorboard"), purge_step=step, flush_secs=10
-        )
+        self._make: Any = tensorboardX.SummaryWriter
+        self._folder = str(folder / "tensorboard")
         self._writer: Any = None
 
     def log(self, row: Row, completions: Sequence[Row]) -> None:
         step, now = row["step"], row["time"]
         if self._writer is None:  # a run that goes on may begin with an evaluation of the last step that is kept
-            self._writer = self._open(step + 1 if EVALUATED in row else step)
+            first = step + 1 if EVALUATED in row else step
+            self._writer = self._make(self._folder, purge_step=first, flush_secs=10)
         for name, value in numbers(row).items():
             if name not in ("step", "time"):
                 self._writer.add_scalar(name, value, step, walltime=now)
