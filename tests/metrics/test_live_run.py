@@ -37,7 +37,7 @@ def test_the_life_of_a_run_is_noted(tmp_path: Path) -> None:
         {"checkpoint_saves": 1, "state": "failed", "message": "the disk is full"},
         {"checkpoint_saves": 1, "state": "failed", "message": "the disk is full"},
     ):
-        now = replace(status, **changed)  # type: ignore[arg-type]
+        now = replace(status, **changed)
         run.status = lambda now=now: now  # type: ignore[misc]
         run.tell_status()
     expected = [("started", 0), ("guard_rollback", 2), ("fault", 2), ("evaluated", 2), ("saved", 2), ("failed", 2)]

@@ -13,9 +13,8 @@ export async function open(context) {
   const policy = state.policy || state.session?.trains?.[0];
   const first = names.includes(policy) ? policy : names[0];
   const pick = (name, otherwise) => (names.includes(context.params[name]) ? context.params[name] : otherwise);
-  const before = names.includes("base") ? "base" : first;
   const chat = { context, tally: {}, isBlind: false, isSwapped: false, stop: null };
-  chat.sides = [side(chat, "left", names, pick("left", first)), side(chat, "right", names, pick("right", before))];
+  chat.sides = [side(chat, "left", names, pick("left", first)), side(chat, "right", names, pick("right", names.includes("base") ? "base" : first))];
   const fields = settings(context.params, state.session?.learns_live ?? []);
   const prompt = h("textarea", { rows: 4, "aria-label": "Prompt", placeholder: "Ask both versions the same" });
   prompt.value = context.params.prompt ?? "";
@@ -42,7 +41,7 @@ export async function open(context) {
   prompt.addEventListener("keydown", (event) => event.key === "Enter" && (event.ctrlKey || event.metaKey) && void ask());
   put(
     context.root,
-    h("section.card", h("div.bar", chat.sides.map((one) => one.choice), h("label", blind, "blind: hide which is which until you vote")), prompt, fields.element, h("div.bar", send, stop, anew, h("span.muted", "Ctrl+Enter sends."))),
+    h("section.card", h("div.bar", chat.sides.map((one) => one.choice), h("label", blind, "blind until you vote")), prompt, fields.element, h("div.bar", send, stop, anew, h("span.muted", "Ctrl+Enter sends."))),
     verdict,
     h("div.halves", chat.sides.map((one) => one.element)),
     (chat.votes = h("p.muted")),
@@ -53,10 +52,10 @@ export async function open(context) {
 /** The fields of a request, and whether the policy learns from the answers. */
 function settings(params, learners) {
   const field = (label, attributes) => [label, h("input", { type: "number", "aria-label": label, ...attributes })];
-  const rows = { temperature: field("temperature", { value: "1", min: "0", max: "2", step: "0.1" }), max_tokens: field("max tokens", { value: "256", min: "1", step: "1" }), seed: field("seed", { value: "", step: "1", placeholder: "none" }) };
+  const rows = { temperature: field("temperature", { value: "1", min: "0", step: "0.1" }), max_tokens: field("max tokens", { value: "256", min: "1" }), seed: field("seed", { placeholder: "none" }) };
   const system = h("input", { "aria-label": "System message", placeholder: "system message", value: params.system ?? "" });
   const learn = h("input", { type: "checkbox", disabled: !learners.length });
-  const why = learners.length ? `learn from this: ${learners.join(", ")} may train on the answers once you vote` : "learn from this: nothing here learns from clients (train with rollout=live)";
+  const why = learners.length ? `learn from this: ${learners.join(", ")} trains on what you vote for` : "learn from this (needs rollout=live)";
   return {
     element: h("div.bar", Object.values(rows).map(([label, input]) => h("label", label, " ", input)), system, h("label", learn, why)),
     values(model) {
@@ -66,7 +65,7 @@ function settings(params, learners) {
   };
 }
 
-/** One side: a version, its turns, the newest answer as {text, tokens, ids, promptIds, trajectory}. */
+/** One side: a version, its turns, its newest answer. */
 function side(chat, name, names, chosen) {
   const select = h("select", { "aria-label": name }, names.map((one) => h("option", { value: one, selected: one === chosen }, one)));
   const title = h("h2");
@@ -153,7 +152,7 @@ function compare(chat) {
   const [left, right] = chat.sides.map((one) => one.answer);
   const place = firstDifference(left.ids, right.ids);
   const line = place < 0 ? "Both answers have the same tokens." : `The answers differ from token ${place + 1} on.`;
-  const score = (own, other, name) => h("button", { type: "button", onclick: (event) => scored(chat, own, other, event.target) }, `how likely is the ${name} answer under the other version?`);
+  const score = (own, other, name) => h("button", { type: "button", onclick: (event) => scored(chat, own, other, event.target) }, `how likely is the ${name} answer under the other?`);
   put(chat.verdict, h("p", line), h("div.bar", score(left, right, "left"), score(right, left, "right")));
 }
 
@@ -171,13 +170,13 @@ async function scored(chat, own, other, button) {
     own.view.colour("other");
     const mean = (values) => values.reduce((sum, value) => sum + value, 0) / Math.max(1, values.length);
     const names = chat.isBlind ? ["its own version", "the other"] : [own.model, other.model];
-    button.replaceWith(h("p.note", `Log-prob a token ${number(mean(here), 3)} under ${names[0]}, ${number(mean(there), 3)} under ${names[1]}: the whole text is ${number(Math.exp(there.reduce((sum, value, place) => sum + value - here[place], 0)), 3)} times as likely there. Its tokens are coloured by the difference.`));
+    button.replaceWith(h("p.note", `Log-prob a token: ${number(mean(here), 3)} under ${names[0]}, ${number(mean(there), 3)} under ${names[1]}; the whole text is ${number(Math.exp(there.reduce((sum, value, place) => sum + value - here[place], 0)), 3)} times as likely there.`));
   } catch (error) {
     button.replaceWith(chat.context.errorBox(error));
   }
 }
 
-/** Thumbs and a correction. With a trajectory they are its reward; the last one before a step takes it counts. */
+/** Thumbs and a correction: rewards of the trajectory, if there is one. */
 function votes(chat, one, answer) {
   const said = h("span.muted", { role: "status" });
   const reward = async (parts, text) => {
@@ -202,7 +201,7 @@ function votes(chat, one, answer) {
     await reward({ likeness: alike }, `${number(100 * alike, 2)}% like your correction`);
     note(chat, answer, alike);
   });
-  const fix = h("details", h("summary", "correct it"), h("p.muted", "The policy learns from its own samples: an answer is rewarded by how alike it is to yours, 0 to 1."), wanted, h("button", { type: "button", onclick: correct }, "send the correction"));
+  const fix = h("details", h("summary", "correct it"), h("p.muted", "The answer is rewarded by how alike it is to yours, 0 to 1."), wanted, h("button", { type: "button", onclick: correct }, "send the correction"));
   return h("div", h("div.bar", thumbs, said), fix);
 }
 

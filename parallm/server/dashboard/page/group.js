@@ -34,8 +34,8 @@ const isThere = (group, place) => place >= 0 && place < group.groups;
 
 function problem(group) {
   const message = ({ role, content }) => h("div", h("strong.muted", `${role} `), h("span.text", cut(content, 20000)));
-  const none = h("p.muted", "Its texts are in the prompts of clients, which are not kept.");
-  const facts = [group.environment ? `environment ${group.environment}` : "", `problem ${group.problem_id}`].filter(Boolean).join(" · ");
+  const none = h("p.muted", "The prompt came from a client and is not kept.");
+  const facts = `${group.environment ? `environment ${group.environment} · ` : ""}problem ${group.problem_id}`;
   const answer = group.answer ? h("p", h("strong.muted", "answer "), h("span.text", cut(group.answer, 4000))) : null;
   return h("section.card", { "aria-label": "Problem" }, group.messages.length ? group.messages.map(message) : none, answer, h("p.muted", facts));
 }
@@ -84,5 +84,5 @@ async function showElsewhere(view, group, element) {
   const { steps } = await view.context.get(view.context.runPath("/rollouts"), { policy: state.policy, problem: group.problem_id });
   const others = steps.filter((row) => row.step !== view.step);
   const item = (row) => h("li", h("a", { href: link("samples", [row.step, row.group]) }, `step ${row.step}`), ` mean reward ${number(row.problem_reward, 3)}`);
-  put(element, others.length ? h("ul", others.map(item)) : h("p.muted", "No other step whose completions are kept has this problem."));
+  put(element, others.length ? h("ul", others.map(item)) : h("p.muted", "No other step that is kept has it."));
 }

@@ -22,7 +22,7 @@ export async function open(context) {
     Escape: () => view.group && go("samples", [view.step]),
   };
   if (state.run === null) {
-    put(context.root, h("p.muted", "Nothing is trained here, so there are no completions to read. The chat asks the versions that are served."));
+    put(context.root, h("p.muted", "Nothing is trained here; the chat asks what is served."));
     return null;
   }
   const change = (place) => show(view, place).catch((error) => context.fail(error, () => change(place)));
@@ -37,7 +37,7 @@ async function show(view, { parts, params }) {
   view.isNewest = !parts[0];
   view.step = parts[0] ? Number(parts[0]) : (view.steps.at(-1)?.step ?? null);
   view.group = view.list = null;
-  if (view.step === null) return void put(view.context.root, h("p.muted", "No step has ended yet. Its completions will stand here."), warnings(view));
+  if (view.step === null) return void put(view.context.root, h("p.muted", "No step has ended yet."), warnings(view));
   if (parts[1] !== undefined) view.group = await openGroup(view, Number(parts[1]));
   else await openStep(view);
 }
@@ -80,7 +80,7 @@ export function stepBar(view, ...more) {
 
 function warnings(view) {
   const lines = [];
-  if (view.dropped) lines.push(`${plural(view.dropped, "step")} of this run could not be kept, because writing took longer than training (metrics.rollouts=some keeps fewer completions).`);
+  if (view.dropped) lines.push(`${plural(view.dropped, "step")} of this run could not be kept: writing took too long (metrics.rollouts=some keeps less).`);
   for (const { step, reason } of view.damaged ?? []) lines.push(`The file of step ${step} cannot be read: ${reason}.`);
   return lines.map((line) => h("p.note", line));
 }
@@ -88,7 +88,7 @@ function warnings(view) {
 async function openStep(view) {
   const { context, params } = view;
   const sort = h("select", { "aria-label": "Order" }, SORTS.map(([name, title]) => h("option", { value: name, selected: name === (params.sort ?? "spread") }, title)));
-  const find = h("input", { type: "search", placeholder: "find in problems and completions", "aria-label": "Find in problems and completions", value: params.find ?? "" });
+  const find = h("input", { type: "search", placeholder: "find", "aria-label": "Find in problems and completions", value: params.find ?? "" });
   const signal = h("input", { type: "checkbox", checked: params.signal === "true" });
   const environment = h("select", { "aria-label": "Environment", hidden: true });
   const list = (view.list = table({
@@ -98,7 +98,7 @@ async function openStep(view) {
       { title: "problem", cell: (row) => h("span.text", cut(row.prompt, 140)) },
       { title: "answer", cell: (row) => h("span.text", cut(row.answer, 40)) },
       { title: "rewards", cell: rewards },
-      { title: "advantages", text: (row) => range(row.advantages, "none: nothing to compare") },
+      { title: "advantages", text: (row) => range(row.advantages, "none") },
       { title: "tokens", text: (row) => `${range(row.lengths)}${row.finish_reasons.includes("length") ? ", cut" : ""}` },
       { title: "version", text: (row) => row.versions.join(", ") },
     ],
@@ -107,7 +107,7 @@ async function openStep(view) {
     empty: "No group is like that.",
   }));
   const more = h("p.muted");
-  put(context.root, warnings(view), stepBar(view, h("label", "order ", sort), environment, find, h("label", signal, "only with signal")), list.element, more, h("p.muted", "A group is one problem with several completions; a row opens it with every token. Keys: j k and Enter, N P for steps."));
+  put(context.root, warnings(view), stepBar(view, h("label", "order ", sort), environment, find, h("label", signal, "only with signal")), list.element, more, h("p.muted", "A row opens a problem with its completions, token by token."));
   const read = async () => {
     setParams({ sort: sort.value, find: find.value, signal: signal.checked || null, environment: environment.value });
     view.params = { ...view.params, sort: sort.value, find: find.value };

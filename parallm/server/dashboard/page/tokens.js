@@ -4,26 +4,27 @@ import { number } from "./format.js";
 
 const LEVELS = 8;
 const MAX_ROWS = 2000;
+const MORE = ["entropy", "difference", "advantage", "other"];
+const is = (value) => value !== null && value !== undefined;
 
-/** Ways to colour: title, what the legend says, and the share of the full colour for a value, below zero for the other hue. */
+/** Ways to colour; share is that of the full colour, below zero for the other hue. */
 export const COLOURS = {
-  logprob: { title: "log-prob", legend: "the darker, the less likely: 0 to -6 nats", share: (value) => -value / 6 },
-  entropy: { title: "entropy", legend: "the darker, the less certain: 0 to 3 nats", share: (value) => value / 3 },
-  difference: { title: "learner - sampler", legend: "difference of log-probs, -0.5 to 0.5 nats: lined if the learner's is lower", share: (value) => value / 0.5 },
-  advantage: { title: "advantage", legend: "-2 to 2: lined if below zero", share: (value) => value / 2 },
+  logprob: { title: "log-prob", legend: "dark: unlikely, 0 to -6 nats", share: (value) => -value / 6 },
+  entropy: { title: "entropy", legend: "dark: uncertain, 0 to 3 nats", share: (value) => value / 3 },
+  difference: { title: "learner - sampler", legend: "-0.5 to 0.5 nats, lined below zero", share: (value) => value / 0.5 },
+  advantage: { title: "advantage", legend: "-2 to 2, lined below zero", share: (value) => value / 2 },
   clipped: { title: "clipped", legend: "tokens whose gradient was bounded", share: (value) => Number(value) },
-  version: { title: "version", legend: "every other version that sampled is dark", share: (value, index) => (index % 2) / 2 },
-  other: { title: "other - this version", legend: "difference of log-probs, -2 to 2 nats: lined where the other version finds it less likely", share: (value) => value / 2 },
+  version: { title: "version", legend: "every other version is dark", share: (value, index) => (index % 2) / 2 },
+  other: { title: "other - this version", legend: "-2 to 2 nats, lined where the other finds it less likely", share: (value) => value / 2 },
 };
 
 /** Return one object of numbers for each token of a completion of /rollouts/{step}/{group}. */
 export function numbersOf({ tokens, advantage, versions }) {
   const clipped = new Set(tokens.clipped);
-  const inside = (place) => tokens.trained.some(([begin, end]) => begin <= place && place < end);
   return tokens.texts.map((text, place) => {
     const logprob = tokens.logprobs[place];
     const span = versions.findIndex(({ start, end }) => start <= place && place < end);
-    const isTrained = inside(place);
+    const isTrained = tokens.trained.some(([begin, end]) => begin <= place && place < end);
     return {
       text,
       id: tokens.ids[place],
@@ -42,22 +43,20 @@ export function numbersOf({ tokens, advantage, versions }) {
 /** Describe a token in one line. */
 export function describe(one, place, count) {
   const parts = [`token ${place + 1} of ${count}: ${JSON.stringify(one.text)}`, `id ${one.id ?? "–"}`];
-  if (one.logprob !== null && one.logprob !== undefined) parts.push(`p ${number(Math.exp(one.logprob), 3)} (${number(one.logprob, 3)})`);
-  for (const name of ["entropy", "difference", "advantage", "other"]) {
-    if (one[name] !== null && one[name] !== undefined) parts.push(`${COLOURS[name].title} ${number(one[name], 3)}`);
-  }
+  if (is(one.logprob)) parts.push(`p ${number(Math.exp(one.logprob), 3)} (${number(one.logprob, 3)})`);
+  for (const name of MORE) if (is(one[name])) parts.push(`${COLOURS[name].title} ${number(one[name], 3)}`);
   if (one.clipped) parts.push("clipped");
   if (one.isTrained === false) parts.push("not trained: a reply");
-  if (one.version !== null && one.version !== undefined) parts.push(`version ${one.version}`);
+  if (is(one.version)) parts.push(`version ${one.version}`);
   return parts.join(" · ");
 }
 
-/** Return {element, colour(name), asTable(isTable)} for tokens as numbersOf makes them. label names them for screen readers. */
+/** Return {element, colour(name), asTable(isTable)} for tokens as numbersOf makes them. */
 export function tokenView(tokens, label, colourName = "logprob") {
   const spans = joined(tokens);
   const made = spans.map((span, index) => h("span.token", { "data-place": String(index), class: classOf(span.tokens) }, span.text));
-  const text = h("div.tokens.text", { tabindex: 0, role: "group", "aria-label": `${label}; arrow keys move from token to token` }, made);
-  const info = h("p.info.muted", { role: "status" }, tokens.length ? "Point at a token, or move with the arrow keys." : "No tokens.");
+  const text = h("div.tokens.text", { tabindex: 0, role: "group", "aria-label": `${label}: arrows move` }, made);
+  const info = h("p.info.muted", { role: "status" }, tokens.length ? "Point at a token, or use the arrow keys." : "No tokens.");
   const table = h("div", { hidden: true });
   let at = -1;
 
@@ -85,7 +84,7 @@ export function tokenView(tokens, label, colourName = "logprob") {
     spans.forEach(({ tokens: own }, index) => {
       const last = own.at(-1);
       const value = last[name];
-      const share = value === null || value === undefined ? 0 : COLOURS[name].share(value, last.span);
+      const share = !is(value) ? 0 : COLOURS[name].share(value, last.span);
       const level = Math.round(Math.max(-1, Math.min(1, share)) * LEVELS);
       made[index].style.setProperty("--level", `${Math.abs(level) * 6}%`);
       made[index].classList.toggle("below", level < 0);
@@ -129,7 +128,7 @@ function classOf(own) {
 }
 
 function tableOf(tokens, label) {
-  const columns = ["logprob", "entropy", "difference", "advantage", "other"].filter((name) => tokens.some((one) => one[name] !== null && one[name] !== undefined));
+  const columns = ["logprob", ...MORE].filter((name) => tokens.some((one) => is(one[name])));
   const head = ["#", "text", "id", ...columns.map((name) => COLOURS[name].title), "marks"];
   const rows = tokens.slice(0, MAX_ROWS).map((one, place) => {
     const marks = [one.clipped ? "clipped" : "", one.isTrained === false ? "not trained" : "", one.version ?? "" ? `version ${one.version}` : ""];

@@ -6,17 +6,7 @@ import { setParams } from "./router.js";
 import { table } from "./table.js";
 
 const STATES = [["", "all"], ["waiting", "waiting for a reward"], ["rewarded", "rewarded"], ["trained", "trained on"], ["dropped", "dropped"]];
-const REASONS = {
-  stale: "its version was too old (trainer.max_off_policy_steps)",
-  full: "newer ones took its place (rollout.live.max_trajectories)",
-  no_reward: "no reward came in time (rollout.live.max_age_seconds)",
-  unused: "rewarded, but without partners in time",
-  aborted: "the client left before its end",
-  no_tokens: "it had no tokens",
-  fault: "an update could not compute with it",
-  undone: "the guard took its update back",
-  id_in_use: "its id was taken",
-};
+const REASONS = { stale: "its version was too old", full: "newer ones took its place", no_reward: "no reward came in time", unused: "no partners came in time", fault: "an update failed on it" };
 const EVERY = 3;
 
 export async function open(context) {
@@ -24,15 +14,12 @@ export async function open(context) {
   const drops = h("dl.figures");
   const said = h("p.muted", { role: "status" });
   const choice = h("select", { "aria-label": "State" }, STATES.map(([name, title]) => h("option", { value: name, selected: name === (context.params.state ?? "") }, title)));
-  const give = (row, value) => async () => {
-    try {
-      const { reward } = await context.send("POST", `/v1/trajectories/${encodeURIComponent(row.id)}/reward`, { reward: { thumb: value } });
-      write(said, `reward ${number(reward, 3)} for ${row.id}`);
-      await read();
-    } catch (error) {
-      write(said, error.message);
-    }
-  };
+  const give = (row, thumb) => () =>
+    context
+      .send("POST", `/v1/trajectories/${encodeURIComponent(row.id)}/reward`, { reward: { thumb } })
+      .then(({ reward }) => write(said, `reward ${number(reward, 3)} for ${row.id}`))
+      .then(read)
+      .catch((error) => write(said, error.message));
   const list = table({
     label: "Trajectories that clients have offered",
     columns: [
@@ -44,16 +31,16 @@ export async function open(context) {
       { title: "reward", text: (row) => (row.reward === null ? "–" : number(row.reward, 3) + (row.waited === null ? "" : ` after ${duration(row.waited)}`)), sort: (row) => row.reward },
       { title: "parts", text: (row) => Object.entries(row.parts).map(([name, value]) => `${cut(name, 40)} ${number(value, 3)}`).join(", ") || "–" },
       { title: "your reward", cell: (row) => thumbs(row, give) },
-      { title: "id", cell: (row) => h("code", cut(row.id, 60)) },
+      { title: "id", text: (row) => cut(row.id, 60) },
     ],
     key: (row) => `${row.policy} ${row.id}`,
-    empty: "Nothing of this kind is here. Clients offer an answer with collect_trajectory: true; the chat does so with \"learn from this\".",
+    empty: "Nothing of this kind. Clients offer answers with collect_trajectory: true, the chat with \"learn from this\".",
   });
   const read = async () => {
     const query = { policy: state.policy, state: choice.value, limit: 100 };
     const [all, recent] = await Promise.all([context.get("/v1/trajectories"), context.get("/v1/trajectories/recent", query)]);
     const reports = Object.entries(all.data).filter(([name]) => !state.policy || name === state.policy).map(([, report]) => report);
-    if (!reports.length) return void put(context.root, h("p.muted", "Nothing here learns from what clients ask for. Train with rollout=live, and answers that clients mark with collect_trajectory stand here. Other requests are never shown."));
+    if (!reports.length) return void put(context.root, h("p.muted", "Nothing here learns from what clients ask for (train with rollout=live)."));
     showCounts(counts, drops, reports);
     list.show(recent.data);
   };
@@ -61,7 +48,7 @@ export async function open(context) {
     setParams({ state: choice.value });
     void read().catch((error) => context.fail(error));
   });
-  put(context.root, h("section.card", counts, h("h2", "Dropped, by reason"), drops), h("div.bar", h("label", "show ", choice), said), list.element, h("p.muted", "Only what clients offered with collect_trajectory: true; nobody else's requests are kept or shown."));
+  put(context.root, h("section.card", counts, h("h2", "Dropped, by reason"), drops), h("div.bar", h("label", "show ", choice), said), list.element, h("p.muted", "Only what clients offered with collect_trajectory: true is kept or shown."));
   await read();
   context.every(EVERY, () => read().catch(() => {}));
   return { keys: { j: () => list.move(1), k: () => list.move(-1) } };
