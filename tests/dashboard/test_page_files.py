@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from parallm.server.dashboard.assets import Assets, without_comments
 from tests.dashboard.conftest import PAGE
 
 MAX_BYTES = 160_000
@@ -79,5 +80,25 @@ def test_the_first_modules_are_loaded_at_once() -> None:
 
 
 def test_the_page_is_small() -> None:
-    num_bytes = sum(path.stat().st_size for path in PAGE.rglob("*") if path.is_file())
-    assert num_bytes <= MAX_BYTES
+    assets = Assets(PAGE)
+    served = [assets.find(name) for name in assets.names]
+    assert sum(len(asset.content) for asset in served if asset is not None) <= MAX_BYTES
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.name)
+def test_no_text_of_a_module_goes_over_a_line(path: Path) -> None:
+    """So that indentation and comments can go when it is served, and nothing else changes."""
+    lines = path.read_text().splitlines()
+    assert [line for line in lines if line.count("`") % 2 or line.endswith("\\")] == []
+    comments = [line.strip() for line in lines if "/*" in line]
+    assert [line for line in comments if not line.startswith("/*") and "*/" not in line] == []
+    assert [line for line in comments if line.startswith("/*") and not line.endswith("*/") and "*/" in line] == []
+
+
+def test_comments_and_indentation_are_not_served() -> None:
+    text = (
+        b"// why\nconst one = {\n  two: 3, // stays\n};\n\n/** Return it,\n\nwhole. */\nexport const four = `5 // 6`;\n"
+    )
+    assert without_comments("a.js", text) == b"const one = {\ntwo: 3, // stays\n};\nexport const four = `5 // 6`;\n"
+    assert without_comments("a.css", b"/* head */\nbody {\n  margin: 0;\n}\n") == b"body {\nmargin: 0;\n}\n"
+    assert without_comments("index.html", b"  <p>\n") == b"  <p>\n"

@@ -65,7 +65,7 @@ class Assets:
     """The page below `folder`. `content_of` may be called from any thread."""
 
     def __init__(self, folder: Path) -> None:
-        files = {name: path.read_bytes() for name, path in _files(folder)}
+        files = {name: without_comments(name, path.read_bytes()) for name, path in _files(folder)}
         self._plotly = plotly_script()
         self.digest = _digest({**files, PLOTLY: _plotly_version().encode()})
         self._assets = {
@@ -87,6 +87,23 @@ class Assets:
         if name == PLOTLY and self._plotly is not None:
             return _plotly_asset(self._plotly)
         return self._assets.get(name)
+
+
+def without_comments(name: str, content: bytes) -> bytes:
+    """Return a script or a sheet without indentation, empty lines and comments that fill whole lines.
+
+    Line ends stay, on which scripts may depend. No text of the page's own files goes over a line.
+    """
+    if not name.endswith((".js", ".css")):
+        return content
+    kept: list[bytes] = []
+    is_comment = False
+    for line in map(bytes.strip, content.splitlines()):
+        is_comment = is_comment or line.startswith(b"/*")
+        if line and not is_comment and not line.startswith(b"//"):
+            kept.append(line)
+        is_comment = is_comment and not line.endswith(b"*/")
+    return b"\n".join([*kept, b""])
 
 
 def plotly_script() -> Path | None:
