@@ -22,6 +22,7 @@ FIELDS = {
     "runs": ("run name",),
     "curves?table=1&find=/": ("reward part", "environment"),
     "samples/60": ("prompt", "answer", "fault kind"),
+    "traffic": ("prompt", "completion", "reason", "request id"),
     "samples/60/1": ("completion", "reward part", "prompt", "fault text"),
 }
 """Fields that a view shows one by one."""

@@ -112,6 +112,17 @@ def test_a_problem_opens_in_the_chat(stage: Stage, open_page: OpenPage) -> None:
     expect(page.get_by_label("Prompt")).to_have_value("prompt")
 
 
+def test_traffic_shows_what_was_offered_and_why_it_was_dropped(stage: Stage, open_page: OpenPage) -> None:
+    page = open_page(stage, "#traffic").page
+    expect(page.locator("main")).to_contain_text(
+        "1 waiting · 1 rewarded · 1 in steps not saved yet · 8 trained on · 2 dropped"
+    )
+    expect(page.locator("main")).to_contain_text("its version was too old")
+    expect(page.locator("tbody tr")).to_have_count(4)
+    page.get_by_label("State").select_option("dropped")
+    expect(page.locator("tbody tr")).to_have_count(1)
+
+
 @pytest.mark.parametrize(
     ("one", "other", "place"),
     [([], [], -1), ([1, 2], [1, 2], -1), ([1, 2], [1, 3], 1), ([1], [1, 2], 1), ([5], [6], 0)],
