@@ -9,10 +9,11 @@ import gzip
 import hashlib
 import importlib.util
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
+from itertools import zip_longest
 from pathlib import Path, PurePosixPath
 
 PREFIX = "/dashboard"
@@ -28,6 +29,8 @@ MEDIA_TYPES: Mapping[str, str] = {
     ".json": "application/json",
 }
 """Media types of the files that the page may have; other files of its folder are not served."""
+CLOSERS = ("}", ")", "]", ".", "?", ":")
+"""Beginnings of a script's line which go on with what the line before has begun."""
 LEVEL = 9
 PLOTLY_LEVEL = 6  # a third of the time of level 9 for 1% more bytes
 
@@ -97,7 +100,7 @@ class Assets:
 
 
 def lean(name: str, content: bytes) -> bytes:
-    """Return a script or a style without comments, indentation and empty lines.
+    """Return a script or a style without comments, indentation, and line ends that mean nothing.
 
     Comments are those that begin a line; no text of a script may go over several lines (a test looks).
     """
@@ -106,10 +109,23 @@ def lean(name: str, content: bytes) -> bytes:
     text = re.sub(r"^[ \t]*/\*.*?\*/[ \t]*$", "", content.decode(), flags=re.MULTILINE | re.DOTALL)
     if name.endswith(".js"):
         text = re.sub(r"^[ \t]*//.*$", "", text, flags=re.MULTILINE)
-        text = re.sub(r"^[ \t]+|[ \t]+$", "", text, flags=re.MULTILINE)
+        text = "".join(_joined([line for line in map(str.strip, text.splitlines()) if line]))
     else:
-        text = re.sub(r"\s*([{};,])\s*|(:) +", r"\1\2", text)
-    return re.sub(r"\n{2,}", "\n", text).strip("\n").encode() + b"\n"
+        text = re.sub(r"\s*([{};,])\s*|(:) +", r"\1\2", text).replace(";}", "}")
+    return text.strip("\n").encode() + b"\n"
+
+
+def _joined(lines: Sequence[str]) -> Iterator[str]:
+    """Yield the lines with the line ends that a script may depend on, without last commas and semicolons."""
+    for line, following in zip_longest(lines, lines[1:], fillvalue=""):
+        # the end of a line that may hold a comment ends the comment, too
+        is_open = "//" not in line and (line.endswith(("{", "(", "[", ",")) or following.startswith(CLOSERS))
+        if is_open and following.startswith(("}", ")", "]")):
+            line = line.removesuffix(",")
+        if is_open and following.startswith("}") and not line.startswith(("for ", "while ")):
+            line = line.removesuffix(";")
+        line = line.replace(" => ", "=>")
+        yield line if is_open else line + "\n"
 
 
 def plotly_script() -> Path | None:
