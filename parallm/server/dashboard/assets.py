@@ -31,6 +31,7 @@ MEDIA_TYPES: Mapping[str, str] = {
 """Media types of the files that the page may have; other files of its folder are not served."""
 CLOSERS = ("}", ")", "]", ".", "?", ":")
 """Beginnings of a script's line which go on with what the line before has begun."""
+OPERATORS = re.compile(r" (=>|===|!==|&&|\|\||\?\?) ")
 LEVEL = 9
 PLOTLY_LEVEL = 6  # a third of the time of level 9 for 1% more bytes
 
@@ -124,7 +125,7 @@ def _joined(lines: Sequence[str]) -> Iterator[str]:
             line = line.removesuffix(",")
         if is_open and following.startswith("}") and not line.startswith(("for ", "while ")):
             line = line.removesuffix(";")
-        line = line.replace(" => ", "=>")
+        line = OPERATORS.sub(r"\1", line)
         yield line if is_open else line + "\n"
 
 
