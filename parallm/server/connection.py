@@ -17,7 +17,7 @@ from starlette.types import Receive
 
 from parallm.errors import InvalidRequest
 from parallm.server.failures import BodyTooLarge, BodyTooSlow, DeadlineExceeded, Draining, Failure
-from parallm.server.operation.request_context import current_request
+from parallm.server.operation.request_context import current_request, note_values
 from parallm.server.request_limits import SECONDS_ON_LOOP, SECONDS_PER_BYTE, BodyBudget, WorkerPool
 from parallm.server.schemas import Wire, parse_body
 from parallm.server.settings import ServerSettings
@@ -123,8 +123,13 @@ async def received(service: BodyLimits, http: Request, read: Callable[[bytes], R
 
 
 async def body_of(service: BodyLimits, http: Request, schema: type[Body]) -> Body:
-    """Return the body as `schema`; no body is an empty object. Raises as `received`, and InvalidRequest."""
-    return await received(service, http, lambda body: parse_body(body or b"{}", schema))
+    """Return the body as `schema`; no body is an empty object. Raises as `received`, and InvalidRequest.
+
+    The fields of an act are noted.
+    """
+    parsed = await received(service, http, lambda body: parse_body(body or b"{}", schema))
+    note_values(parsed.model_dump(exclude_unset=True))
+    return parsed
 
 
 def json_response(wire: BaseModel, status: int = 200) -> Response:
@@ -133,6 +138,8 @@ def json_response(wire: BaseModel, status: int = 200) -> Response:
 
 def error_response(error: Failure, answer: BaseModel | None = None) -> Response:
     """Return the response of a failed request, with `answer` in place of OpenAI's form if given."""
+    if (context := current_request.get()) is not None:
+        context.refusal = error.message
     response = json_response(answer or error.answer, error.status)
     response.headers.update(error.headers)
     return response

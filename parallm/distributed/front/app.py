@@ -25,6 +25,7 @@ from parallm.distributed.front.relay import HOP_BY_HOP, Answer, Forwarded, Refus
 from parallm.distributed.front.workers import NoWorker, Worker, Workers
 from parallm.server.connection import BODY_SECONDS, error_response, read_body
 from parallm.server.failures import BodyTooSlow, Draining
+from parallm.server.operation.acts import ActLog
 from parallm.server.operation.auth import StoredKey, authorize
 from parallm.server.operation.middleware import Drain, Origins, RequestMiddleware
 from parallm.server.operation.request_context import current_request
@@ -60,7 +61,9 @@ class Front:
             allowed = list(settings.cors_origins)
             app = CORSMiddleware(app, allow_origins=allowed, allow_methods=["*"], allow_headers=["*"])
         origins = Origins(settings, has_keys=bool(keys))
-        self._app = RequestMiddleware(app, request_metrics=self._metrics, drain=self._drain, origins=origins)
+        self._app = RequestMiddleware(
+            app, request_metrics=self._metrics, drain=self._drain, origins=origins, acts=ActLog()
+        )
         self._handlers: Mapping[routes.Way, Handler] = {
             "one": self._to_one,
             "owner": self._to_owner,
