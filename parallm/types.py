@@ -464,6 +464,25 @@ class GivenUpdate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EngineRow:
+    """One completion that the engine works on. Example: `EngineRow(request_id="chatcmpl-7", index=0, ...)`."""
+
+    request_id: str
+    index: int
+    """Index among the completions of its request."""
+    traffic: TrafficClass
+    model: str
+    """`base` or an exact version, such as `policy@12`."""
+    is_running: bool
+    """Whether it decodes; else its prompt waits or is computed."""
+    num_prompt_tokens: int
+    num_sampled: int
+    max_tokens: int
+    seconds: float
+    """Since its request arrived."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
     """Load and totals of the engine, such as 3 running and 1 waiting; totals count since its start."""
 

@@ -38,7 +38,7 @@ LAYERS: tuple[set[str], ...] = (
     {"integrations", "distributed"},
     {"config"},
     {"run"},
-    {"train", "serve", "evaluate", "export", "front", "library", "cli"},
+    {"train", "serve", "evaluate", "export", "front", "dashboard", "library", "cli"},
     {"__main__"},
 )
 LAYER_OF = {part: layer for layer, parts in enumerate(LAYERS) for part in parts}
@@ -165,6 +165,6 @@ def test_groups_fields_and_parts_have_the_same_names() -> None:
 
 
 def test_composing_a_run_loads_no_mlx() -> None:
-    commands = "parallm.train, parallm.serve, parallm.evaluate, parallm.export, parallm.front"
+    commands = "parallm.train, parallm.serve, parallm.evaluate, parallm.export, parallm.front, parallm.dashboard"
     script = f"import sys, {commands}; sys.exit('mlx.core' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

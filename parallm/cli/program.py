@@ -19,6 +19,7 @@ PROGRAMS = {
     "eval": ("parallm.evaluate:main", "put adapters beside the base on held-out problems"),
     "export": ("parallm.export:main", "write an adapter, or a model with the adapter merged in"),
     "front": ("parallm.front:main", "one address before servers that run elsewhere"),
+    "dashboard": ("parallm.dashboard:main", "show and compare runs in a browser, without a model"),
 }
 """Programs with a configuration of their own: their words are keys, `parallm serve --help` shows them."""
 Parser = argparse.ArgumentParser

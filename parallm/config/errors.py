@@ -14,7 +14,11 @@ KnownKeys = Mapping[str, Any]
 """Tree of keys. A choice between classes has one more level: {"environment": {"gsm8k": {"limit": ...}}}."""
 
 UNKNOWN_KEY = {"unexpected_keyword_argument", "extra_forbidden"}
-RENAMED = {"engine.serving_share": "device.serving_share", "learner.engine_share": "device.engine_share"}
+RENAMED = {
+    "engine.serving_share": "device.serving_share",
+    "learner.engine_share": "device.engine_share",
+    "metrics.wandb_project": "metrics.project",
+}
 MISSING = {"missing", "missing_argument", "missing_keyword_only_argument"}
 
 

@@ -274,6 +274,8 @@ def _check_policies(config: RunConfig) -> None:
         )
     if wandb != "off":
         wrong.append(f"metrics.wandb={wandb} logs one policy; set metrics.wandb=off, or train without policies")
+    if config.metrics.trackio:
+        wrong.append("metrics.trackio=true logs one policy; set metrics.trackio=false, or train without policies")
     if config.metrics.display == "live":
         wrong.append("metrics.display=live shows one policy; set metrics.display=lines, or train without policies")
     if wrong:

@@ -14,6 +14,7 @@ import mlx.core as mx
 from parallm.device.engines import Engines, Worker
 from parallm.device.governor import Governor, Work
 from parallm.device.load_mlx import first_use
+from parallm.device.spans import Spans
 from parallm.errors import EngineStopped
 from parallm.types import TrafficClass
 
@@ -33,6 +34,7 @@ class DeviceThread:
 
     def __init__(self, governor: Governor) -> None:
         self.governor = governor
+        self.spans = Spans()
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._updates: deque[_Job] = deque()
         self._scorings: deque[_Job] = deque()
@@ -216,7 +218,9 @@ class DeviceThread:
     def _charged(self, work: Work, *, is_flush: bool = False) -> Iterator[None]:
         start = time.perf_counter()
         yield
-        self.governor.charge(work, time.perf_counter() - start, is_flush=is_flush)
+        end = time.perf_counter()
+        self.governor.charge(work, end - start, is_flush=is_flush)
+        self.spans.add(work, start, end)
 
     def _run_job(self, work: Work, jobs: "deque[_Job]") -> None:
         with self._charged(work):

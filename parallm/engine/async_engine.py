@@ -11,7 +11,7 @@ from parallm.device.memory import give_back_memory
 from parallm.device.thread import DeviceThread
 from parallm.engine.engine import Engine
 from parallm.errors import ContextTooLong, EngineStopped, InvalidRequest, ParallmError
-from parallm.types import Completion, EngineStats, GenerationRequest, SamplingParams, TokenEvent
+from parallm.types import Completion, EngineRow, EngineStats, GenerationRequest, SamplingParams, TokenEvent
 
 Delivery = TokenEvent | Exception
 
@@ -101,6 +101,12 @@ class AsyncEngine:
         """Events of all completions as they come, joined while the consumer is elsewhere; closing the iterator aborts
         the request. Raises as `generate`."""
         return self._events([request], is_streaming=True)
+
+    async def rows(self) -> list[EngineRow]:
+        """Return all completions that decode or wait. Raises EngineStopped."""
+        engine = self.attached
+        rows = await asyncio.wrap_future(self._device.call(engine.rows))
+        return [replace(row, request_id=row.request_id.rpartition("/")[0]) for row in rows]
 
     async def cancel(self, request_ids: Collection[str]) -> int:
         """End these requests: they answer with what they have, and `abort` as the reason. Returns how many ran."""

@@ -31,7 +31,7 @@ from parallm.model.adapters.names import versioned
 from parallm.model.adapters.table import AdapterTable
 from parallm.model.lora.selector import LoraSelector
 from parallm.model.shared_model import SharedModel
-from parallm.types import TASK_ROUTES, GenerationRequest, TaskSpec, TokenEvent, TrafficClass
+from parallm.types import TASK_ROUTES, EngineRow, GenerationRequest, TaskSpec, TokenEvent, TrafficClass
 
 logger = logging.getLogger(__name__)
 
@@ -121,6 +121,12 @@ class Engine:
                 events.append(sequence.event(self.model.tokenizer))
         self.abort(*request_ids)
         self._emit_all(events)
+
+    def rows(self) -> list[EngineRow]:
+        """Return all completions that decode or wait."""
+        running = {id(sequence) for queue in self._queues.values() for sequence in queue.running()}
+        sequences = [sequence for queue in self._queues.values() for sequence in queue.sequences()]
+        return [sequence.row(is_running=id(sequence) in running) for sequence in sequences]
 
     def pause(self, traffic: TrafficClass) -> None:
         """Freeze a class where it is: requests may come, and nothing is computed for any until `resume`."""

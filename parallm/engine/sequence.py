@@ -5,6 +5,7 @@ The engine creates and changes both, on the device thread only.
 
 import math
 import secrets
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +20,9 @@ from parallm.model.adapters.adapter import Adapter
 from parallm.model.chat.tokenizer import ChatTokenizer
 from parallm.seeds import mix
 from parallm.types import (
+    BASE,
     Completion,
+    EngineRow,
     FinishReason,
     GenerationRequest,
     PromptLogprob,
@@ -103,6 +106,7 @@ class Sequence:
     is_streaming: bool
     max_tokens: int
     """Tokens that it may sample."""
+    began: float = field(default_factory=time.monotonic)
     arrival: int = 0
     """Number of its request, in the order of arrival."""
     tokens: list[int] = field(default_factory=list)
@@ -149,6 +153,21 @@ class Sequence:
     @property
     def max_positions(self) -> int:
         return len(self.request.prompt_tokens) + self.request.sampling.max_tokens + 1
+
+    def row(self, *, is_running: bool) -> EngineRow:
+        """Return what people see of it."""
+        adapter = self.adapter
+        return EngineRow(
+            request_id=self.request.request_id,
+            index=self.index,
+            traffic=self.request.traffic,
+            model=BASE if adapter is None else f"{adapter.name}@{adapter.version}",
+            is_running=is_running,
+            num_prompt_tokens=len(self.request.prompt_tokens),
+            num_sampled=len(self.tokens),
+            max_tokens=self.max_tokens,
+            seconds=time.monotonic() - self.began,
+        )
 
     def segments(self) -> list[tuple[int, Adapter | None]]:
         """(end, adapter) of the positions that each adapter version computes, in order.

@@ -21,7 +21,11 @@ class MetricsSettings(DisplaySettings):
     """Greedy completions per evaluation written to evaluation_samples.jsonl, always of the same problems."""
     wandb: Literal["off", "online", "offline"] = "off"
     """Weights & Biases: `online` sends the metrics of each step there, `offline` keeps them in the run folder."""
-    wandb_project: str = "parallm"
-    """Project at Weights & Biases."""
+    trackio: bool = False
+    """Log to trackio on this machine; needs `parallm[trackio]`."""
+    tensorboard: bool = False
+    """Write event files for TensorBoard to `tensorboard/` in the run folder."""
+    project: str = "parallm"
+    """Project at Weights & Biases and in trackio."""
     figures: str | None = None
     """Prefix of the figures in summary.json; null: the run's name."""

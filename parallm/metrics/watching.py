@@ -22,6 +22,8 @@ class Watching:
     """Id of the run that is in training, `NAME~TIME`; None where nothing is."""
     runs: Mapping[str, LiveRun] = field(default_factory=dict)
     """The policies in training, by name."""
+    device_name: str = ""
+    """Device that evaluates arrays, for people."""
     folders: RunFolders = field(default_factory=lambda: RunFolders(()))
     """Runs on the disk."""
     measure: Callable[[], Mapping[str, Any]] = dict

@@ -326,7 +326,10 @@ async def open_application(
         models=pool,
         watching=watching or Watching(folders=RunFolders([RUNS_FOLDER])),
         on_act=on_act,
+        rows=runtime.engine.rows,
+        spans=runtime.device.spans.since,
     )
+    service.watching.device_name = str(mx.default_device())
     if settings.server.ollama:
         service.base = await asyncio.to_thread(_own_base, runtime)
     app = create_app(service, pool)

@@ -36,7 +36,7 @@ def own_config(config: RunConfig, rank: int) -> RunConfig:
     server = own_server(config.server, rank)
     if rank == 0:
         return dataclasses.replace(config, server=server)
-    metrics = dataclasses.replace(config.metrics, display="off", wandb="off")
+    metrics = dataclasses.replace(config.metrics, display="off", wandb="off", trackio=False, tensorboard=False)
     return dataclasses.replace(config, server=server, metrics=metrics)
 
 

@@ -26,7 +26,9 @@ from parallm.server.control.routes_replicas import replica_routes
 from parallm.server.control.routes_splits import split_routes
 from parallm.server.control.routes_training import training_routes
 from parallm.server.control.routes_trajectories import trajectory_routes
+from parallm.server.dashboard.answers import PageHost, PageParts
 from parallm.server.dashboard.measurement import measure
+from parallm.server.dashboard.routes_device import device_routes
 from parallm.server.dashboard.routes_events import event_routes
 from parallm.server.dashboard.routes_page import page_routes
 from parallm.server.dashboard.routes_runs import run_routes
@@ -49,11 +51,13 @@ from parallm.server.ollama.schemas import OllamaError
 from parallm.server.openai.routes import openai_routes
 from parallm.server.openapi import openapi_document
 from parallm.server.operation.acts import ActLog
-from parallm.server.operation.auth import ROLES, auth_dependency, check_roles
+from parallm.server.operation.auth import ROLES, StoredKey, auth_dependency, check_roles
 from parallm.server.operation.collectors import ServiceCollector
 from parallm.server.operation.middleware import CLIENT_CLOSED_REQUEST, Drain, Origins, RequestMiddleware
+from parallm.server.operation.request_metrics import HttpMetrics
 from parallm.server.operation.routes_operation import operation_routes
 from parallm.server.service import Service
+from parallm.server.settings import ServerSettings
 from parallm.server.tasks.routes_classify import classify_routes
 from parallm.server.tasks.routes_embeddings import embedding_routes
 from parallm.server.tasks.routes_predict import predict_routes
@@ -90,7 +94,9 @@ ROUTES: Sequence[Callable[[Service], APIRouter]] = (
     batch_routes,
     fine_tuning_routes,
 )
-DASHBOARD_ROUTES: Sequence[Callable[[Service], APIRouter]] = (page_routes, session_routes, run_routes)
+PAGE_ROUTES: Sequence[Callable[[PageHost], APIRouter]] = (page_routes, run_routes)
+"""Routes that need no model."""
+DASHBOARD_ROUTES: Sequence[Callable[[Service], APIRouter]] = (*PAGE_ROUTES, session_routes, device_routes)
 """Routes that exist with `server.dashboard` alone."""
 OLLAMA_ROUTES: Sequence[Callable[[Service], APIRouter]] = (
     generation_routes,
@@ -117,8 +123,7 @@ def create_app(service: Service, pool: Pool | None = None) -> FastAPI:
     Requests for models of the catalogue go to those of `pool`.
     """
     settings, drain, has_keys = service.settings, Drain(), bool(service.keys)
-    app = _create(service, drain)
-    app.state.drain = drain
+    app = _create(service.keys, settings, drain)
     # routes read bodies by hand: FastAPI alone has nothing to show on them
     setattr(app, "openapi", cache(partial(openapi_document, app, has_keys=has_keys)))  # noqa: B010
     app.add_route("/docs", _docs)
@@ -152,7 +157,7 @@ def create_app(service: Service, pool: Pool | None = None) -> FastAPI:
 
 def create_model_app(service: Service) -> ASGIApp:
     """Return the application of a model of the catalogue; `ModelRouter` and what is around it come first."""
-    app = _create(service, Drain())
+    app = _create(service.keys, service.settings, Drain())
     for routes in (*MODEL_ROUTES, *(OLLAMA_MODEL_ROUTES if service.settings.ollama else ())):
         app.include_router(routes(service))
     stack = app.build_middleware_stack()
@@ -164,7 +169,25 @@ def create_model_app(service: Service) -> ASGIApp:
     return answer
 
 
-def _create(service: Service, drain: Drain) -> FastAPI:
+def create_page_app(parts: PageParts, more: Sequence[APIRouter]) -> FastAPI:
+    """Return the application of the page alone, over runs on the disk, with `more` routes."""
+    drain = Drain()
+    app = _create((), parts.settings, drain)
+    routers = [*(routes(parts) for routes in PAGE_ROUTES), *more]
+    check_roles(routers)
+    for router in routers:
+        app.include_router(router)
+    app.add_middleware(
+        RequestMiddleware,
+        request_metrics=HttpMetrics(),
+        drain=drain,
+        origins=Origins(parts.settings, has_keys=False),
+        acts=ActLog(lambda _: None),
+    )
+    return app
+
+
+def _create(keys: tuple[StoredKey, ...], settings: ServerSettings, drain: Drain) -> FastAPI:
     """Return an application without routes."""
     app = FastAPI(
         title="ParaLLM",
@@ -172,8 +195,9 @@ def _create(service: Service, drain: Drain) -> FastAPI:
         redoc_url=None,
         redirect_slashes=False,
         generate_unique_id_function=_operation_id,
-        dependencies=[Depends(auth_dependency(service.keys, service.settings, drain))],
+        dependencies=[Depends(auth_dependency(keys, settings, drain))],
     )
+    app.state.drain = drain
     app.add_exception_handler(ParallmError, _on_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(RequestValidationError, _on_wrong_parameter)

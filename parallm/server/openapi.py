@@ -145,6 +145,17 @@ SESSION = {
     "version": "0.1.0",
     "now": 1769893450.1,
 }
+DECODING = {
+    "id": "chatcmpl-7",
+    "index": 0,
+    "traffic": "serving",
+    "model": "policy@12",
+    "is_running": True,
+    "prompt_tokens": 210,
+    "sampled": 33,
+    "max_tokens": 512,
+    "seconds": 0.9,
+}
 RUN = {
     "id": "arithmetic_grpo~2026-01-31_22-04-10",
     "name": "arithmetic_grpo",
@@ -505,6 +516,22 @@ _DOCUMENTS: Mapping[str, Row] = {
     "GET /, HEAD /": Row(media_type="text/plain"),
     "GET /v1/session": Row(answer_example=SESSION),
     "GET /v1/events": Row(media_type="text/event-stream", errors=(429,)),
+    "GET /v1/device": Row(
+        answer_example={
+            "now": 1769893450.1,
+            "name": "Device(gpu, 0)",
+            "seconds": {"serving": 12.5, "rollout": 80.1, "learning": 31.0},
+            "shares": {"serving_share": 0.7, "engine_share": 0.5},
+            "memory": {"active": 3000000, "peak": 5000000, "cache": 100000},
+            "bucket": 1,
+            "times": [1769893449.1, 1769893450.1],
+            "columns": {"running": [8, 12], "waiting": [0, 3]},
+        }
+    ),
+    "GET /v1/device/timeline": Row(
+        answer_example={"now": 1769893450.1, "work": ["serving", "rollout"], "spans": [[0, -1.2, 0.3], [1, -0.9, 0.5]]}
+    ),
+    "GET /v1/device/rows": Row(answer_example={"max_rows": 128, "waiting": 0, "held": 0, "rows": [DECODING]}),
     "GET /v1/runs": Row(answer_example={"data": [RUN], "after": None}),
     "GET /v1/runs/{run}": Row(
         answer_example={

@@ -1,9 +1,10 @@
 """The object that `create_app` takes: what is served, and the state that routes share."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from parallm.device.spans import Span
 from parallm.jobs.jobs import Jobs
 from parallm.metrics.watching import Watching
 from parallm.registry.records import Model
@@ -31,7 +32,7 @@ from parallm.server.operation.request_metrics import RequestMetrics
 from parallm.server.operation.tracing import Traces
 from parallm.server.request_limits import MAX_BODIES, MAX_UPLOADS, BodyBudget, WorkerPool
 from parallm.server.settings import ServerSettings
-from parallm.types import BASE, POLICY, AdapterCard, Completion, GenerationRequest
+from parallm.types import BASE, POLICY, AdapterCard, Completion, EngineRow, GenerationRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +87,10 @@ class Service:
     """Models of the catalogue, which requests load by name; without them this process has one."""
     jobs: Jobs | None = None
     """Files, batches and jobs; without them, their routes answer that this process keeps none."""
+    rows: Callable[[], Awaitable[Sequence[EngineRow]]] | None = None
+    """Completions that the engine works on; None where it does not list them."""
+    spans: Callable[[float], Sequence[Span]] | None = None
+    """Spans of the device's work that end after a time of `time.perf_counter`; None where nothing notes them."""
     watching: Watching = field(default_factory=Watching)
     """What the watchers of this process see."""
     on_act: Callable[[Act], None] = lambda _: None

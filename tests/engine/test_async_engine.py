@@ -173,6 +173,23 @@ def test_closing_a_stream_frees_its_rows(with_engine: Callable[..., None], ask: 
     with_engine(work)
 
 
+def test_rows_are_listed_by_the_names_of_their_requests(with_engine: Callable[..., None], ask: Ask) -> None:
+    async def work(engine: AsyncEngine, _: DeviceThread) -> None:
+        request = ask("long", PROMPT, 400, n=2)
+        stream = engine.stream(request)
+        await anext(stream)
+        rows = await engine.rows()
+        expected = {("long", 0, "base", "serving"), ("long", 1, "base", "serving")}
+        assert {(row.request_id, row.index, row.model, row.traffic) for row in rows} == expected
+        assert all(row.is_running and 0 < row.num_sampled < row.max_tokens == 400 for row in rows)
+        assert all(row.num_prompt_tokens == len(request.prompt_tokens) and row.seconds > 0 for row in rows)
+        await stream.aclose()
+        await idle(engine)
+        assert await engine.rows() == []
+
+    with_engine(work)
+
+
 def test_cancelling_the_task_aborts_the_request(with_engine: Callable[..., None], ask: Ask) -> None:
     async def work(engine: AsyncEngine, _: DeviceThread) -> None:
         task = asyncio.create_task(engine.generate(ask("a", PROMPT, 400)))

@@ -60,6 +60,7 @@ def test_another_environment_does_not_inherit_the_keys_of_the_usual_one() -> Non
             r"a\.trainer\.keep_serving: holds for the whole run",
         ),
         ({"policies": {"a": {}}, "metrics": {"wandb": "offline"}}, "metrics.wandb=offline logs one policy"),
+        ({"policies": {"a": {}}, "metrics": {"trackio": True}}, "metrics.trackio=true logs one policy"),
         ({"policies": {"a": {}}, "metrics": {"display": "live"}}, "metrics.display=live shows one policy"),
         ({"policies": {"a": {}}, "checkpoint": {"resume": "runs/1"}}, "resume=runs/1 is one checkpoint and cannot be"),
     ],

@@ -2,6 +2,7 @@
 
 import gzip
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from starlette.requests import Request
@@ -26,6 +27,15 @@ class PageHost(Protocol):
     def workers(self) -> WorkerPool: ...
     @property
     def watching(self) -> Watching: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageParts:
+    """These parts in a process without a model."""
+
+    settings: ServerSettings
+    watching: Watching
+    workers: WorkerPool = field(default_factory=WorkerPool)
 
 
 def json_answer(http: Request, value: Mapping[str, Any]) -> Response:

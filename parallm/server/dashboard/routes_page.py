@@ -8,20 +8,20 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, RedirectResponse, Response
 
 from parallm.server.connection import error_response
+from parallm.server.dashboard.answers import PageHost
 from parallm.server.dashboard.assets import INDEX, PREFIX, Asset, Assets
 from parallm.server.failures import Failure
-from parallm.server.service import Service
 
 FOREVER = "public, max-age=31536000, immutable"
 PAGE_FOLDER = Path(__file__).parent / "page"
 SERVER = {"server": "ParaLLM", "openapi": "/openapi.json"}
 
 
-def page_routes(service: Service, folder: Path = PAGE_FOLDER) -> APIRouter:
+def page_routes(host: PageHost, folder: Path = PAGE_FOLDER) -> APIRouter:
     """Return the routes of the page in `folder`. Where Ollama's routes are served, `/` is one of them."""
     router, assets = APIRouter(), Assets(folder)
 
-    if not service.settings.ollama:
+    if not host.settings.ollama:
 
         @router.get("/")
         async def root(http: Request) -> Response:
@@ -44,7 +44,7 @@ def page_routes(service: Service, folder: Path = PAGE_FOLDER) -> APIRouter:
         """A file of the page. The digest is that of all files, so that browsers may keep each for ever."""
         if digest != assets.digest:
             return _not_found(path, "the page has changed; load it again")
-        found = await service.workers.run(lambda: assets.find(path)) if assets.is_large(path) else assets.find(path)
+        found = await host.workers.run(lambda: assets.find(path)) if assets.is_large(path) else assets.find(path)
         return _not_found(path) if found is None else _answer(http, found, FOREVER)
 
     return router

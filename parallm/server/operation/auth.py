@@ -140,6 +140,7 @@ _ROUTES: Mapping[Role, Mapping[str, str]] = {
             /v1/events /v1/runs /v1/runs/{run} /v1/runs/{run}/config /v1/runs/{run}/history
             /v1/runs/{run}/evaluations /v1/runs/{run}/happenings /v1/runs/{run}/checkpoints
             /v1/runs/{run}/faults /v1/runs/{run}/faults/{step} /v1/runs/{run}/log
+            /v1/device /v1/device/timeline /v1/device/rows
             /v1/fine_tuning/jobs /v1/fine_tuning/jobs/{job_id}
             /v1/fine_tuning/jobs/{job_id}/events /v1/fine_tuning/jobs/{job_id}/checkpoints
             /v1/adapters/{model}/archive
