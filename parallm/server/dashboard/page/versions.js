@@ -192,7 +192,7 @@ function chart(rows, name, served) {
   const x = (version) => 30 + ((WIDTH - 60) * version) / last;
   const y = (value) => HEIGHT - 8 - (HEIGHT - 16) * value;
   const [best, top] = found.reduce((one, other) => (other[1]["heldout/accuracy"] > one[1]["heldout/accuracy"] ? other : one));
-  const words = `Held-out accuracy of ${found.length} versions, highest ${percent(top["heldout/accuracy"])} at version ${best}; ${served === null ? "the base serves" : `version ${served}, which serves, has a line of its own`}.`;
+  const words = `Held-out accuracy of ${found.length} versions, highest ${percent(top["heldout/accuracy"])} at version ${best}; ${served === null ? "the base serves" : `the upright line is version ${served}, which serves`}.`;
   const marks = found.map(([version, row]) => [
     svg("line", { x1: x(version), x2: x(version), y1: y(row["heldout/low"]), y2: y(row["heldout/high"]) }),
     svg("circle", { cx: x(version), cy: y(row["heldout/accuracy"]), r: 3, class: version === best ? "best" : "" }),
