@@ -29,25 +29,30 @@ from parallm.model.shared_model import SharedModel
 from parallm.types import BASE, GenerationRequest, SamplingParams
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
+Run = Callable[[], int]
+"""Computes all tokens; returns their number."""
 Load = Sequence[tuple[Tokens, int]]
 """Prompts, and the tokens to sample of each."""
 
 
-def main(*, shape: str, rows: int, prompt: int, new: int, rounds: int) -> Iterator[dict[str, Any]]:
-    """Yield the seconds and CPU seconds of each side and load, a round at a time, after one that warms up."""
+def main(
+    *, shape: str, rows: int, prompt: int, new: int, rounds: int, sides: Sequence[str] | None = None
+) -> Iterator[dict[str, Any]]:
+    """Yield the seconds and CPU seconds of each of `sides`, or all, a round at a time, after one that warms up."""
     mx.random.seed(0)
     model = random_model(SHAPES[shape])
     vocabulary = SHAPES[shape]["vocab_size"]
-    sides: dict[str, Callable[[int], int]] = {
+    runs: dict[str, Callable[[int], Run]] = {
         "ragged.rows": lambda seed: ours(model, ragged(vocabulary, rows, prompt, new, seed)),
         "ragged.by_row": lambda seed: by_row(model, ragged(vocabulary, rows, prompt, new, seed)),
         "equal.rows": lambda seed: ours(model, equal(vocabulary, rows, prompt, new, seed)),
         "equal.batch_generator": lambda seed: theirs(model, equal(vocabulary, rows, prompt, new, seed)),
     }
     for number in range(rounds + 1):
-        for name, side in sides.items():
+        for name in runs if sides is None else sides:
+            run = runs[name](number)
             began, cpu = time.perf_counter(), time.process_time()
-            num_tokens = side(number)
+            num_tokens = run()
             seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu
             if number:
                 yield {"side": name, "tokens": num_tokens, "seconds": seconds, "cpu_seconds": cpu_seconds}
@@ -68,7 +73,7 @@ def ragged(vocabulary: int, rows: int, prompt: int, new: int, seed: int) -> Load
     ]
 
 
-def ours(model: SharedModel, load: Load) -> int:
+def ours(model: SharedModel, load: Load) -> Run:
     streams = DeviceStreams(partial(set_blas_threads, load_blas(DeviceSettings())))
     settings = EngineSettings(max_rows=len(load), prefix_cache=False)
     engine = Engine(
@@ -86,30 +91,38 @@ def ours(model: SharedModel, load: Load) -> int:
             request_id=f"r{place}", prompt_tokens=tokens, sampling=sampling, n=1, model=BASE, traffic="rollout"
         )
         engine.add(request, False)
-    while engine.has_work("rollout"):
-        engine.step("rollout")
-    assert engine.num_tokens()["rollout"] == sum(count for _, count in load), "a token is missing"
-    return engine.num_tokens()["rollout"]
+
+    def run() -> int:
+        while engine.has_work("rollout"):
+            engine.step("rollout")
+        assert engine.num_tokens()["rollout"] == sum(count for _, count in load), "a token is missing"
+        return engine.num_tokens()["rollout"]
+
+    return run
 
 
 def raised(error: Exception) -> None:
     raise error
 
 
-def by_row(model: SharedModel, load: Load) -> int:
+def by_row(model: SharedModel, load: Load) -> Run:
     """As rows are computed whose caches cannot be shared."""
     with patch("parallm.engine.decode_batch.shares_steps", lambda _: False):
         return ours(model, load)
 
 
-def theirs(model: SharedModel, load: Load) -> int:
+def theirs(model: SharedModel, load: Load) -> Run:
     tokens, counts = [list(prompt) for prompt, _ in load], [count for _, count in load]
     generator = BatchGenerator(
         model.base, stop_tokens=[], completion_batch_size=len(load), prefill_batch_size=min(8, len(load))
     )
     generator.insert(tokens, counts, caches=[make_prompt_cache(model.base) for _ in load])
-    num_tokens = 0
-    while responses := generator.next_generated():
-        num_tokens += len(responses)
-    generator.close()
-    return num_tokens
+
+    def run() -> int:
+        num_tokens = 0
+        while responses := generator.next_generated():
+            num_tokens += len(responses)
+        generator.close()
+        return num_tokens
+
+    return run
