@@ -124,8 +124,8 @@ def gated_delta_update(
     beta = mx.sigmoid(b) * 2 if allow_neg_eigval else mx.sigmoid(b)
     if is_step:
         repeats = v.shape[2] // q.shape[2]
-        heads = (mx.repeat(one[:, 0], repeats, axis=1) if repeats > 1 else one[:, 0] for one in (q, k))
-        outputs, last = gated_delta_step(*heads, v[:, 0], mx.exp(log_a[:, 0]), beta[:, 0], state)
+        queries, keys = (mx.repeat(one[:, 0], repeats, axis=1) if repeats > 1 else one[:, 0] for one in (q, k))
+        outputs, last = gated_delta_step(queries, keys, v[:, 0], mx.exp(log_a[:, 0]), beta[:, 0], state)
         return outputs[:, None], last
     assert rows is not None
     q, k, flat_v, log_a, beta = (array.flatten(0, 1) for array in (q, k, v, log_a, beta))

@@ -87,6 +87,7 @@ give(
     {"intervals.worst_width_ratio": Bar(max=1.3), "intervals.control_coverage": Bar(max=0.5)},
 )
 EXACT_PACKINGS = {"hybrid.packings_exact": Bar(min=200), "hybrid.packings_worst_error": Bar(max=1e-4)}
+give("hybrid_families", "engine/test_hybrids.py", 6, {"hybrid.families_exact": Bar(min=21)})
 give("hybrid_packings", "learner/passes/test_hybrids.py", 4, EXACT_PACKINGS, packings_worst_error=max)
 PACE = {"episodes.vs_lock_step": Bar(min=2.5), "episodes.steps_vs_lock_step": Bar(min=1.5)}
 EVEN = {"episodes.ahead_vs_lock_step_ahead": Bar(), "episodes.control_vs_lock_step": Bar(min=0.9, max=1.5)}
