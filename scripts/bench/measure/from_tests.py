@@ -98,6 +98,13 @@ give("regenerated", "interop/trl/test_oracles.py", 1, ANEW, regenerated_error=ma
 give(
     "tasks", "tasks/test_references.py", 0.5, {"tasks.worst_embedding_error": Bar(max=1e-5)}, worst_embedding_error=max
 )
+give("experts", "model/adapters/test_expert_files.py", 0.5, {"experts.peft_error": Bar(max=1e-4)}, peft_error=max)
+give(
+    "architectures",
+    "model/test_architectures.py",
+    7,
+    {"architectures.tried": Bar(min=104), "architectures.batched": Bar(min=80), "architectures.packed": Bar(min=75)},
+)
 give("task_losses", "tasks/test_losses.py", 0.1, {"tasks.worst_loss_error": Bar(max=1e-6)}, worst_loss_error=max)
 EXACT = {"gguf.types_exact": Bar(min=12, max=12), "gguf.control_types_inexact": Bar(min=7)}
 DAMAGED = {"gguf.mutants_survived": Bar(min=5000), "gguf.mutants_refused": Bar(min=2500)}

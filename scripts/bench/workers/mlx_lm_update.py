@@ -17,9 +17,10 @@ import mlx.nn as nn
 import mlx.optimizers
 import numpy as np
 from mlx.utils import tree_map
-from mlx_lm.models.llama import Model, ModelArgs
+from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.tuner.trainer import default_loss
 from mlx_lm.tuner.utils import linear_to_lora_layers
+from mlx_lm.utils import _get_classes
 
 from bench.compare import Settings, tune
 from bench.workers.loads import SHAPES, Shape
@@ -28,13 +29,18 @@ WARM_UP = 2  # the second update finds moments that the first one has made, and 
 
 
 class Updates:
-    def __init__(self, shape: Shape, rows: int, prompt: int, completion: int) -> None:
-        self._model = Model(ModelArgs.from_dict(shape))
+    def __init__(self, shape: Shape, rows: int, prompt: int, completion: int, rank: int) -> None:
+        model_class, arguments = _get_classes(shape)
+        self._model = model_class(arguments.from_dict(shape))
         self._model.set_dtype(mx.bfloat16 if mx.default_device() != mx.Device(mx.cpu) else mx.float32)
         self._model.freeze()
-        keys = [name for name, module in self._model.layers[0].named_modules() if isinstance(module, nn.Linear)]
+        keys = [
+            name
+            for name, module in self._model.layers[0].named_modules()
+            if isinstance(module, nn.Linear | SwitchLinear) and not name.endswith(".gate")  # no router
+        ]
         linear_to_lora_layers(
-            self._model, shape["num_hidden_layers"], {"rank": 16, "scale": 2.0, "dropout": 0.0, "keys": keys}
+            self._model, shape["num_hidden_layers"], {"rank": rank, "scale": 2.0, "dropout": 0.0, "keys": keys}
         )
         self._model.train()
         mx.eval(self._model.parameters())
@@ -93,8 +99,9 @@ def main(
     passes: Sequence[int],
     settings: Settings,
     repeats: int = 3,
+    rank: int = 16,
 ) -> dict[str, Any]:
-    updates = Updates(SHAPES[shape], groups * group_size, prompt, completion)
+    updates = Updates(SHAPES[shape], groups * group_size, prompt, completion, rank)
 
     def trial(settings: Settings) -> float | None:
         try:
