@@ -56,6 +56,7 @@ REASONS = {
     "run/front.py": "the wiring of a command",
     "cli/configuration.py": "a command of the program",
     "log_files.py": "a handler with a life of its own",
+    "jobs/retries.py": "a clock of its own",
     "integrations/atropos/environment_host.py": "runs in the process of an environment",
 }
 

@@ -130,7 +130,8 @@ class ServeConfig(ServiceLogConfig):
     distributed: ServingSettings = ServingSettings()
     """Several servers behind one address, and a base that is divided between devices."""
     idle_exit_seconds: float | None = Field(default=None, gt=0)
-    """Seconds without a request after which the process ends with 0, and its memory is free; null: never."""
+    """Seconds without a request, a batch or a job after which the process ends with 0, and its memory is free; null:
+    never."""
     jobs: JobSettings = JobSettings()
     """Files, batches and fine-tuning jobs of clients."""
 

@@ -6,28 +6,35 @@ from pathlib import Path
 
 import mlx.core as mx
 
+from parallm.device.cgroup import memory_limits
+
 MEMORY_INFO = Path("/proc/meminfo")
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 MAX_BLOCK_BYTES, MAX_KEPT_BYTES = 32 * 2**20, 256 * 2**20
 
 
 def device_memory() -> int:
-    """Return the bytes of memory of the default device."""
+    """Return the bytes of memory of the default device; of a CPU at most what control groups allow this process."""
     info = mx.device_info()
     size = info.get("total_memory") or info.get("memory_size")  # CUDA's name, Metal's
     if mx.default_device() != mx.Device(mx.cpu) and size:
         return int(size)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min((physical, *(group.limit for group in memory_limits())))
 
 
 def free_memory() -> int:
-    """Return the bytes that this process may allocate: of the device, or on a CPU what the system has available."""
+    """Return the bytes that this process may allocate: of the device, or on a CPU what the system has available and
+    control groups allow."""
     left = max(0, device_memory() - mx.get_active_memory())
-    if mx.default_device() != mx.Device(mx.cpu) or not MEMORY_INFO.exists():
+    if mx.default_device() != mx.Device(mx.cpu):
+        return left
+    left = min((left, *(group.left for group in memory_limits())))
+    if not MEMORY_INFO.exists():
         return left
     lines = MEMORY_INFO.read_text().splitlines()
     available = next((line.split()[1] for line in lines if line.startswith("MemAvailable:")), None)
-    return left if available is None else int(available) * 1024
+    return left if available is None else min(left, int(available) * 1024)
 
 
 def wire_memory() -> None:

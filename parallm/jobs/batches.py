@@ -1,4 +1,4 @@
-"""Batches: the requests of a file, answered one after the other behind everything else, with their answers in files.
+"""Batches: the requests of files, answered behind everything else, with their answers in files.
 
 A batch is answered by the application itself, so its answers are those of HTTP. Each answer is a line of a file as soon
 as it is there: a process that starts again reads these lines and answers the others, so none is answered twice.
@@ -9,7 +9,7 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -28,16 +28,17 @@ from parallm.jobs.batch_lines import (
 )
 from parallm.jobs.files import FileStore
 from parallm.jobs.records import OPEN_BATCHES, Batch, BatchError, BatchErrors, BatchStatus, new_id
+from parallm.jobs.retries import Retries
 from parallm.jobs.settings import JobSettings
 from parallm.jobs.store import JobStore, Page, Table
 
 WINDOW_SECONDS = 24 * 3600
-RETRY_SECONDS = 1.0
-DISK_SECONDS = 10.0
 LATER = (429, 503, 504)
 """Statuses that say to come again: the queue is full, the engine is not there, other requests were served first."""
 OUTPUT, ERRORS = "output.jsonl", "errors.jsonl"
 LINES_AT_ONCE = 64
+MAX_AT_WORK = 4
+"""Batches that are answered at the same time. One that has to wait leaves its place to another one."""
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +77,10 @@ class BatchRequestBody(Protocol):
 
 
 class Batches:
-    """Batches of all clients, one at work at a time, the oldest first. Used on the event loop."""
+    """Batches of all clients, the oldest first, some at a time. Used on the event loop.
+
+    A batch whose requests are to come again later waits, each time twice as long, while others go on.
+    """
 
     def __init__(
         self,
@@ -95,11 +99,18 @@ class Batches:
         self._clock = clock
         self._changed = asyncio.Event()
         """Set when a batch is made or to be cancelled."""
+        self._looks: dict[str, asyncio.Event] = {}
+        """Events of the batches at work, set when a batch is to look whether it goes on."""
+        self._retries = Retries(time.monotonic)
 
     def pending_files(self) -> list[str]:
         """Ids of output files that are about to become files of clients."""
         ids = [(batch.output_file_id, batch.error_file_id) for batch in self._table.all(("finalizing",))]
         return [file_id for pair in ids for file_id in pair if file_id is not None]
+
+    def has_open(self) -> bool:
+        """Return whether a batch is not over."""
+        return bool(self._table.page(groups=OPEN_BATCHES, limit=1).records)
 
     def reader_of(self, file_id: str) -> str | None:
         """Return the open batch that reads this file."""
@@ -145,33 +156,64 @@ class Batches:
             return batch
         if batch.status not in ("validating", "in_progress"):
             raise InvalidRequest(f"{batch.id} is {batch.status}, so there is nothing to cancel", "batch_id")
+        self._retries.forget(batch.id)
         cancelled = self._put(batch, "cancelling", cancelling_at=int(self._clock()))
         self._changed.set()
         return cancelled
 
     async def run(self, ask: Ask) -> None:
         """Answer batches until it is cancelled."""
-        while True:
-            self._changed.clear()
-            await asyncio.to_thread(self._files.remove_expired)
-            batches = self._table.all(OPEN_BATCHES)
-            if not batches:
-                await self._changed.wait()
-                continue
-            first = batches[0]
-            try:
-                await self._advance(first, ask)
-            except (OSError, NotStored) as error:
-                logger.error("batch %s waits, since the disk does not take its answers: %s", first.id, error)
-                await asyncio.sleep(DISK_SECONDS)
-            except UnknownObject as error:
-                self._fail(first, f"its input is gone: {error}")
-            except Exception as error:  # or it would end the batches of all clients, at each start again
-                batch = self._table.get(first.id)
-                if batch.status == "finalizing":  # its answers are there, and a start hands them over
-                    raise
-                logger.exception("batch %s has failed", batch.id)
-                self._fail(batch, f"the server failed, its log has the cause: {type(error).__name__}")
+        slots = asyncio.Semaphore(self._num_at_once)
+
+        async def ask_in_turn(path: str, body: Mapping[str, Any]) -> Answer:
+            async with slots:
+                return await ask(path, body)
+
+        at_work: dict[str, asyncio.Task[None]] = {}
+        try:
+            while True:
+                self._changed.clear()
+                await asyncio.to_thread(self._files.remove_expired)
+                waiting = [batch for batch in self._table.all(OPEN_BATCHES) if batch.id not in at_work]
+                due = [batch for batch in waiting if self._retries.is_due(batch.id)]
+                for batch in due[: MAX_AT_WORK - len(at_work)]:
+                    self._looks[batch.id] = asyncio.Event()
+                    at_work[batch.id] = asyncio.create_task(self._work_at(batch, ask_in_turn))
+                later = [batch.id for batch in waiting if batch not in due] if len(at_work) < MAX_AT_WORK else []
+                await self._until_change(at_work.values(), self._retries.seconds_until(later))
+                for name in [name for name, task in at_work.items() if task.done()]:
+                    del self._looks[name]
+                    at_work.pop(name).result()
+        finally:
+            for task in at_work.values():
+                task.cancel()
+            if at_work:
+                await asyncio.wait(at_work.values())
+
+    async def _until_change(self, at_work: Collection[asyncio.Task[None]], seconds: float | None) -> None:
+        """Wait until a batch has changed, was left or is due, and let those at work look at themselves."""
+        changed = asyncio.create_task(self._changed.wait())
+        await asyncio.wait((changed, *at_work), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        changed.cancel()
+        if self._changed.is_set():
+            for look in self._looks.values():
+                look.set()
+
+    async def _work_at(self, batch: Batch, ask: Ask) -> None:
+        """Do what comes next for a batch. What fails ends this batch alone."""
+        try:
+            await self._advance(batch, ask)
+        except (OSError, NotStored) as error:
+            logger.error("batch %s waits, since the disk does not take its answers: %s", batch.id, error)
+            self._retries.failed(batch.id)
+        except UnknownObject as error:
+            self._fail(batch, f"its input is gone: {error}")
+        except Exception as error:  # or it would end the batches of all clients, at each start again
+            batch = self._table.get(batch.id)
+            if batch.status == "finalizing":  # its answers are there, and a start hands them over
+                raise
+            logger.exception("batch %s has failed", batch.id)
+            self._fail(batch, f"the server failed, its log has the cause: {type(error).__name__}")
 
     async def _advance(self, batch: Batch, ask: Ask) -> None:
         """Do what comes next for a batch."""
@@ -199,38 +241,48 @@ class Batches:
         self._put(batch, "in_progress", in_progress_at=now, request_counts=counts, model=checked.model)
 
     async def _answer(self, batch: Batch, ask: Ask) -> None:
-        """Answer what is not answered yet, until the batch is through, cancelled or expired."""
+        """Answer what is not answered yet, until the batch is through, cancelled or expired, or has to wait."""
         folder = self._folder / batch.id
         folder.mkdir(parents=True, exist_ok=True)
         work = _Work(folder, await asyncio.to_thread(read_progress, folder / OUTPUT, folder / ERRORS))
+        before, look = len(work.progress.done), self._looks[batch.id]
         answering = asyncio.create_task(self._answer_all(batch, ask, work))
         try:
-            while not answering.done() and self._table.get(batch.id).status == "in_progress":
+            while not answering.done():
+                look.clear()
                 seconds = (batch.expires_at or 0) - self._clock()
-                if seconds <= 0:
+                if seconds <= 0 or self._table.get(batch.id).status != "in_progress":
                     break
-                self._changed.clear()
-                changed = asyncio.create_task(self._changed.wait())
-                await asyncio.wait((answering, changed), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-                changed.cancel()
-            is_through = answering.done()
+                looked = asyncio.create_task(look.wait())
+                await asyncio.wait((answering, looked), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+                looked.cancel()
+            has_ended = answering.done()
         finally:
             answering.cancel()
             await asyncio.wait((answering,))
             work.close()
-        if is_through:
-            answering.result()
-        await self._finalize(self._table.get(batch.id), is_expired=not is_through)
+        if has_ended and not answering.result():
+            has_progressed = len(work.progress.done) > before
+            left = max(0.0, (batch.expires_at or 0) - self._clock())
+            self._retries.failed(batch.id, has_progressed=has_progressed, within=left)
+            return
+        self._retries.forget(batch.id)
+        await self._finalize(self._table.get(batch.id), is_expired=not has_ended)
 
-    async def _answer_all(self, batch: Batch, ask: Ask, work: "_Work") -> None:
+    async def _answer_all(self, batch: Batch, ask: Ask, work: "_Work") -> bool:
+        """Return whether all requests have answers; False as soon as one is to come again later."""
         path = self._files.path(self._files.get(batch.input_file_id))
-        slots = asyncio.Semaphore(self._num_at_once)
+        places, must_wait = asyncio.Semaphore(self._num_at_once), asyncio.Event()
 
         async def answer(request: BatchRequest) -> None:
             try:
-                work.write(_row(request, await self._ask(ask, batch.endpoint, request)))
+                answered = await ask(batch.endpoint, request.body)
             finally:
-                slots.release()
+                places.release()
+            if answered.status in LATER:
+                must_wait.set()
+                return
+            work.write(_row(request, answered))
             present = self._table.get(batch.id)
             self._table.put(self._with(present, work.progress), group=present.status)
 
@@ -240,15 +292,13 @@ class Batches:
                 while some := await asyncio.to_thread(list, islice(requests, LINES_AT_ONCE)):
                     for request in some:
                         if request.custom_id not in work.progress.done:
-                            await slots.acquire()
+                            await places.acquire()
+                            if must_wait.is_set():
+                                return False
                             group.create_task(answer(request))
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
-
-    async def _ask(self, ask: Ask, endpoint: str, request: BatchRequest) -> Answer:
-        while (answer := await ask(endpoint, request.body)).status in LATER:
-            await asyncio.sleep(RETRY_SECONDS)
-        return answer
+        return not must_wait.is_set()
 
     async def _finalize(self, batch: Batch, *, is_expired: bool = False) -> None:
         """Note the ids of the output files before anything is moved, so that a second start moves the same."""

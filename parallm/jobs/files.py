@@ -100,6 +100,20 @@ class FileStore:
             self._remove(file_id)
         return self._table.get(file_id, owner)
 
+    def num_bytes(self) -> int:
+        """Return the bytes of all files. Blocks."""
+        return sum(record.bytes for record in self._table.all(()))
+
+    def check_place(self, size: int, stored: int) -> None:
+        """Raise FileTooLarge if `size` more bytes beside those `stored` are too many."""
+        total = self._settings.max_stored_bytes
+        if stored + size > total:
+            raise FileTooLarge(
+                f"the file has {size} bytes or more and the files so far {stored}, the limit of all is {total}; delete "
+                "some, or raise jobs.max_stored_bytes",
+                "file",
+            )
+
     def path(self, record: FileObject) -> Path:
         return self._folder / record.id
 
@@ -129,16 +143,10 @@ class FileStore:
         (self._folder / file_id).unlink(missing_ok=True)
 
     def _check_size(self, size: int, name: str) -> None:
-        limit, total = self._settings.max_file_bytes, self._settings.max_stored_bytes
+        limit = self._settings.max_file_bytes
         if size > limit:
             raise FileTooLarge(f"{name} has {size} bytes, the limit is {limit}; raise jobs.max_file_bytes", "file")
-        stored = sum(record.bytes for record in self._table.all(()))
-        if stored + size > total:
-            raise FileTooLarge(
-                f"{name} has {size} bytes and the files so far {stored}, the limit of all is {total}; delete some, or "
-                "raise jobs.max_stored_bytes",
-                "file",
-            )
+        self.check_place(size, self.num_bytes())
 
     def _insert(
         self, file_id: str, size: int, name: str, purpose: Purpose, owner: str, expires_after: int | None

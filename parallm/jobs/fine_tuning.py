@@ -98,6 +98,10 @@ class FineTuning:
         self.unload: Callable[[str], None] = lambda name: None
         """Forgets a model that will not be asked any more."""
 
+    def has_open(self) -> bool:
+        """Return whether a job is not over."""
+        return bool(self._rows.jobs.page(groups=OPEN_JOBS, limit=1).records)
+
     def reader_of(self, file_id: str) -> str | None:
         """Return the open job that reads this file."""
         jobs = self._rows.jobs.all(OPEN_JOBS)

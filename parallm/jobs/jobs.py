@@ -24,6 +24,10 @@ class Jobs:
     tuning: FineTuning
     settings: JobSettings
 
+    def is_idle(self) -> bool:
+        """Return whether no batch and no job waits or runs."""
+        return not (self.batches.has_open() or self.tuning.has_open())
+
 
 @contextmanager
 def open_jobs(settings: JobSettings, folder: Path, *, base: str) -> Iterator[Jobs]:

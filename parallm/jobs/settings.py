@@ -25,7 +25,7 @@ class JobSettings:
     max_stored_bytes: int = Field(default=16 * 1024 * 1024 * 1024, ge=1024)
     """Bytes of all files together; a file beyond them is refused."""
     batch_requests: int = Field(default=16, ge=1, le=1024)
-    """Requests of a batch that are answered at the same time."""
+    """Requests of batches that are answered at the same time, of all batches together."""
     environments: dict[str, EnvironmentSettings] = Field(default_factory=_registered)
     """Environments that a reinforcement job may name as its grader, by names of your choice."""
     training: dict[TrainingPart, dict[str, Any]] = Field(default_factory=dict)

@@ -27,15 +27,11 @@ from parallm.learner.passes.scoring import ScoredStep, TokenLoss, score_step, to
 from parallm.learner.settings import LearnerSettings
 from parallm.model.adapters.adapter import Adapter
 from parallm.model.kernels.cuda import on_cuda
-from parallm.model.quantized import is_packed
 from parallm.model.shared_model import SharedModel
 from parallm.reports import ParityReport, RatioReport, UpdateReport
 from parallm.types import TrajectoryGroup
 
 Built = TypeVar("Built")
-PACKED_IN_PARTS = False
-"""Whether passes over packed weights on CUDA are evaluated in parts of some layers, two of them in flight: MLX launches
-ahead as far as memory allows, and what is in flight holds unpacked weights. Measured nowhere."""
 LAST_PARTS = 2
 Unit = Future[Any] | None
 """What an update yields after a unit of work: None, or a future that it waits for (see `DeviceThread.iterate`)."""
@@ -88,20 +84,18 @@ class Round:
     """Norm of this round's gradients alone."""
     gradient_N: mx.array
     """Gradient with respect to the LoRA weights, summed up to this round."""
-    is_bounded: bool
-    """Whether it is evaluated in parts, so that little is in flight."""
 
     def queue_trunk(self) -> None:
-        """Queue the forward through the trunk, or its first layers."""
-        if stages := self.result.parts if self.is_bounded else self.result.stages:
-            mx.async_eval(stages[0])
+        """Queue the forward through the trunk."""
+        if self.result.stages:
+            mx.async_eval(self.result.stages[0])
 
     def queue_head(self) -> None:
         """Queue the rest of the forward, the head, and the backward through the last layers.
 
         The latter keeps the device busy while MLX traverses the whole backward.
         """
-        run_stages(self.parts() if self.is_bounded else [*self.result.stages, self.result.backward[0]])
+        run_stages([*self.result.stages, self.result.backward[0]])
 
     def parts(self) -> Stages:
         """What is evaluated one by one while others wait for the device. The rest of the backward takes as long as the
@@ -152,7 +146,6 @@ class Learner(AdapterLearner):
         self._objective = resolve_objective(settings)
         self._builder = GraphBuilder(streams.handles[0])
         self._takes_rows = takes_rows(model)
-        self._is_packed = on_cuda() and is_packed(model.base)
         self._gradient = PolicyGradient(
             model,
             streams,
@@ -286,13 +279,7 @@ class Learner(AdapterLearner):
         result = self._gradient(weights.lora, batches, key)
         more_N = weights.join(result.gradients, result.scale)
         gradient_N = more_N if before_N is None else before_N + more_N
-        return Round(
-            batches=batches,
-            result=result,
-            norm=mx.linalg.norm(more_N),
-            gradient_N=gradient_N,
-            is_bounded=PACKED_IN_PARTS and self._is_packed,
-        )
+        return Round(batches=batches, result=result, norm=mx.linalg.norm(more_N), gradient_N=gradient_N)
 
     def _add_round(
         self,

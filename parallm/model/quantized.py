@@ -132,11 +132,6 @@ UNPACKING: dict[type[nn.Module], type[nn.Module]] = {
 }
 
 
-def is_packed(base: nn.Module) -> bool:
-    """Whether layers of `base` unpack their weights for each product."""
-    return any(isinstance(module, (UnpackingLinear, UnpackingEmbedding)) for module in base.modules())
-
-
 @contextmanager
 def kept_unpacked() -> Iterator[None]:
     """On CUDA let all products of a layer inside the block share its unpacked weights, gradients included.

@@ -20,6 +20,7 @@ from huggingface_hub.constants import HF_HUB_CACHE
 from parallm.errors import ModelError
 from parallm.model.gguf.facts import read_facts
 from parallm.model.gguf.file import is_gguf
+from parallm.model.gguf.parts import is_later_part, part_paths, stem_of
 from parallm.model.task_spec import ENCODERS, read_task_spec, writes_text
 from parallm.registry.records import MAX_SEGMENT, SEGMENT, Model
 
@@ -61,7 +62,8 @@ def find_models(folders: tuple[str, ...]) -> Iterator[Found]:
         if is_model(snapshot):
             yield Found(identity, snapshot, identity)
         for path in sorted(snapshot.glob("*.gguf")):
-            yield Found(f"{identity}/{path.name}", path, f"{identity}:{_segment(path.stem)}")
+            if not is_later_part(path):
+                yield Found(f"{identity}/{path.name}", path, f"{identity}:{_segment(stem_of(path))}")
 
 
 def is_model(path: Path) -> bool:
@@ -128,7 +130,7 @@ def _describe_folder(source: str, folder: Path, digest: str) -> Model:
 
 def describe_gguf(source: str, path: Path) -> Model:
     """Read what a GGUF file is, from its header. The number is 0. Raises ModelError for one that cannot be loaded."""
-    facts, found = read_facts(path), path.stat()
+    facts, files = read_facts(path), list(_files(path))
     capabilities = [] if facts.architecture in ENCODERS else ["completion", *_abilities(facts.chat_template or "")]
     return Model(
         id=0,
@@ -141,11 +143,11 @@ def describe_gguf(source: str, path: Path) -> Model:
         context=facts.context,
         hidden=facts.hidden,
         vocabulary=facts.vocabulary,
-        num_bytes=found.st_size,
+        num_bytes=sum(size for _, size, _ in files),
         digest=digest_of(path),
         capabilities=(*capabilities, *(["embedding"] if facts.pooling else [])),
         license=facts.license,
-        modified_at=found.st_mtime,
+        modified_at=max(changed for *_, changed in files) / 1e9,
     )
 
 
@@ -158,7 +160,7 @@ def _below(folder: Path, depth: int) -> Iterator[Path]:
     except OSError as error:
         logger.warning("models are not looked for in %s: %s", folder, error)
         return
-    yield from (child for child in children if is_gguf(child) and child.is_file())
+    yield from (child for child in children if is_gguf(child) and child.is_file() and not is_later_part(child))
     for child in children if depth else ():
         if child.is_dir():
             yield from _below(child, depth - 1)
@@ -167,7 +169,7 @@ def _below(folder: Path, depth: int) -> Iterator[Path]:
 def _name_of(root: Path, path: Path) -> str:
     """The name of a model below a configured folder, with - for what names do not have."""
     relative = path.relative_to(root)
-    parts = (relative.with_suffix("") if is_gguf(path) else relative).parts or (root.name,)
+    parts = (relative.with_name(stem_of(path)) if is_gguf(path) else relative).parts or (root.name,)
     return "/".join(map(_segment, parts[-MAX_DEPTH:]))
 
 
@@ -178,7 +180,7 @@ def _segment(text: str) -> str:
 
 def _files(folder: Path) -> Iterator[tuple[str, int, int]]:
     """Names, sizes and times in nanoseconds of a model's files; those of the hub cache are links."""
-    for path in (folder,) if is_gguf(folder) else folder.iterdir():
+    for path in part_paths(folder) if is_gguf(folder) else folder.iterdir():
         if path.is_file():
             found = path.stat()
             yield path.name, found.st_size, found.st_mtime_ns

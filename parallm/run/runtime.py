@@ -8,7 +8,7 @@ import dataclasses
 import gc
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from fastapi import FastAPI
 from parallm.checkpoint.adapter_paths import find_adapter
 from parallm.checkpoint.adapter_store import AdapterStore
 from parallm.checkpoint.persistent_table import PersistentTable
+from parallm.config.run_folder import RUNS_FOLDER
 from parallm.device.blas import BlasReport, set_blas_threads
 from parallm.device.governor import Governor
 from parallm.device.memory import wire_memory
@@ -40,11 +41,13 @@ from parallm.learner.kernel_list import learner_kernels, packed_kernels
 from parallm.learner.settings import LearnerSettings
 from parallm.metrics.display import RunHeader
 from parallm.metrics.formatting import short_path
+from parallm.metrics.run_folders import RunFolders
+from parallm.metrics.watching import Watching
 from parallm.model.adapters.adapter import Adapter
 from parallm.model.adapters.initial import starting_adapter
 from parallm.model.adapters.reward_head import read_reward_model, refuse_head
 from parallm.model.adapters.table import AdapterTable
-from parallm.model.gguf.folder import WEIGHTS
+from parallm.model.gguf.folder import WEIGHTS, weights_of
 from parallm.model.kernels.compiler import Specialization
 from parallm.model.kernels.cuda import has_kernels, on_cuda, target
 from parallm.model.kernels.preparation import prepare_kernels
@@ -61,6 +64,7 @@ from parallm.run.sampling_defaults import sampling_defaults
 from parallm.server.app import create_app
 from parallm.server.engine_gateway import CompletionListener
 from parallm.server.interfaces import Training, Trajectories
+from parallm.server.operation.acts import Act
 from parallm.server.operation.http_server import HttpServer, Listener
 from parallm.server.operation.request_context import writing_request_log
 from parallm.server.operation.tracing import Traces, exporting_traces
@@ -280,11 +284,14 @@ async def open_application(
     reward_models: Mapping[str, RewardModel] | None = None,
     jobs: Jobs | None = None,
     pool: Pool | None = None,
+    watching: Watching | None = None,
+    on_act: Callable[[Act], None] = lambda _: None,
 ) -> AsyncIterator[Application]:
     """Answer requests until the end, over HTTP if `listener` is bound; clients that connect before wait.
 
-    `training` is clients' control of the trainers. The other parts are by policy: where clients' trajectories go, what
-    records sampled completions, and the reward models of rollouts.
+    `on_act` gets what clients do to training and to what is served.
+    `training` is clients' control of the trainers, `watching` what those see who watch. The other parts are by policy:
+    where clients' trajectories go, what records sampled completions, and the reward models of rollouts.
     """
     settings = runtime.settings
     server_settings, defaults = with_max_tokens(settings.server, runtime.sampling_defaults)
@@ -312,12 +319,17 @@ async def open_application(
         replica=runtime.host,
         jobs=jobs,
         models=pool,
+        watching=watching or Watching(folders=RunFolders([RUNS_FOLDER])),
+        on_act=on_act,
     )
     if settings.server.ollama:
         service.base = await asyncio.to_thread(_own_base, runtime)
     app = create_app(service, pool)
     server = None if listener.bound is None else HttpServer(app, listener.bound, settings.server)
-    with _frozen_heap():
+    async with AsyncExitStack() as stack:
+        stack.enter_context(_frozen_heap())
+        if server is not None and server_settings.dashboard:
+            await stack.enter_async_context(service.watching.open())
         try:
             if server is not None:
                 await server.start()
@@ -339,7 +351,7 @@ def _own_base(runtime: Runtime) -> OwnBase:
     model, folder, source = runtime.model, runtime.base_folder, runtime.settings.model.path
     weights = folder / WEIGHTS
     if weights.exists():
-        described = describe_gguf(source, weights.resolve())
+        described = describe_gguf(source, weights_of(folder))
     else:
         described = describe(source, folder, digest_of(folder))
     level = described.quantization or DTYPES[model.dtype]

@@ -25,6 +25,7 @@ from parallm.distributed.team import RANKS, Team
 from parallm.distributed.tensor_parallel import LEAVE_SECONDS, follow, load_part
 from parallm.errors import ConfigError, ExchangeFailed
 from parallm.interrupts import SIGNALS, until_signal
+from parallm.jobs.jobs import Jobs
 from parallm.metrics.live_display import make_display
 from parallm.reports import TrainingStatus
 from parallm.run.jobs import check_jobs, opened_jobs, working
@@ -91,6 +92,14 @@ class Serving:
     application: Application
     messages: list[str]
     """A line about each restored or given adapter."""
+    jobs: Jobs | None = None
+
+    def idle_seconds(self) -> float:
+        """Return the seconds since the last request but of views; 0 while the engine, a batch or a job is at work."""
+        drain: Drain = self.application.app.state.drain
+        if self.runtime.engine.stats().num_running or not (self.jobs is None or self.jobs.is_idle()):
+            drain.touch()
+        return drain.idle_seconds()
 
 
 @asynccontextmanager
@@ -133,7 +142,7 @@ async def open_serving(
                 open_application(runtime, listener, lambda: status, jobs=jobs, pool=pool) as application,
                 working(jobs, config, runtime, application.app),
             ):
-                yield Serving(runtime=runtime, application=application, messages=messages)
+                yield Serving(runtime=runtime, application=application, messages=messages, jobs=jobs)
 
 
 def _own_config(config: ServeConfig, rank: int) -> ServeConfig:
@@ -165,9 +174,8 @@ async def _serve(config: ServeConfig, blas: BlasReport, parts: EngineParts = WHO
 
 
 async def _until_idle(seconds: float, serving: Serving) -> bool:
-    """Return True once no client has asked for anything for so long."""
-    drain: Drain = serving.application.app.state.drain
-    while drain.idle_seconds() < seconds or serving.runtime.engine.stats().num_running:
+    """Return True once no client has asked for anything, and no batch and no job was at work, for so long."""
+    while serving.idle_seconds() < seconds:
         await asyncio.sleep(min(SECONDS_BETWEEN_LOOKS, seconds / 2))
     return True
 

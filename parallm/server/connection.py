@@ -2,7 +2,8 @@
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -16,7 +17,7 @@ from starlette.types import Receive
 
 from parallm.errors import InvalidRequest
 from parallm.server.failures import BodyTooLarge, BodyTooSlow, DeadlineExceeded, Draining, Failure
-from parallm.server.operation.request_context import current_request
+from parallm.server.operation.request_context import current_request, note_values
 from parallm.server.request_limits import SECONDS_ON_LOOP, SECONDS_PER_BYTE, BodyBudget, WorkerPool
 from parallm.server.schemas import Wire, parse_body
 from parallm.server.settings import ServerSettings
@@ -38,6 +39,23 @@ class BodyLimits(Protocol):
     def bodies(self) -> BodyBudget: ...
     @property
     def workers(self) -> WorkerPool: ...
+
+
+class UploadLimits(Protocol):
+    """The part of `Service` that limits uploads into memory."""
+
+    @property
+    def settings(self) -> ServerSettings: ...
+    @property
+    def uploads(self) -> BodyBudget: ...
+
+
+@asynccontextmanager
+async def uploaded(service: UploadLimits, http: Request) -> AsyncIterator[bytes]:
+    """Yield the body of an upload, which counts among all uploads until it is left. Raises as `read_body`, and
+    EngineFull."""
+    with service.uploads.reserve() as grow:
+        yield await read_body(http, service.settings.max_adapter_bytes, "server.max_adapter_bytes", grow=grow)
 
 
 async def read_body(
@@ -83,6 +101,15 @@ async def bounded_chunks(http: Request, max_bytes: int, setting: str) -> AsyncGe
             yield chunk
 
 
+async def counted(chunks: AsyncGenerator[bytes, None], grow: Callable[[int], None]) -> AsyncGenerator[bytes, None]:
+    """Yield `chunks`, and tell `grow` their bytes so far before each."""
+    num_bytes = 0
+    async for chunk in chunks:
+        num_bytes += len(chunk)
+        grow(num_bytes)
+        yield chunk
+
+
 async def received(service: BodyLimits, http: Request, read: Callable[[bytes], Result]) -> Result:
     """Return what `read` makes of the body; it runs on a thread if the body is long, while the client waits.
 
@@ -96,8 +123,13 @@ async def received(service: BodyLimits, http: Request, read: Callable[[bytes], R
 
 
 async def body_of(service: BodyLimits, http: Request, schema: type[Body]) -> Body:
-    """Return the body as `schema`; no body is an empty object. Raises as `received`, and InvalidRequest."""
-    return await received(service, http, lambda body: parse_body(body or b"{}", schema))
+    """Return the body as `schema`; no body is an empty object. Raises as `received`, and InvalidRequest.
+
+    The fields of an act are noted.
+    """
+    parsed = await received(service, http, lambda body: parse_body(body or b"{}", schema))
+    note_values(parsed.model_dump(exclude_unset=True))
+    return parsed
 
 
 def json_response(wire: BaseModel, status: int = 200) -> Response:
@@ -106,6 +138,8 @@ def json_response(wire: BaseModel, status: int = 200) -> Response:
 
 def error_response(error: Failure, answer: BaseModel | None = None) -> Response:
     """Return the response of a failed request, with `answer` in place of OpenAI's form if given."""
+    if (context := current_request.get()) is not None:
+        context.refusal = error.message
     response = json_response(answer or error.answer, error.status)
     response.headers.update(error.headers)
     return response
@@ -171,9 +205,9 @@ def is_form(http: Request) -> bool:
     return http.headers.get("content-type", "").lower().startswith("multipart/form-data")
 
 
-async def read_form(http: Request, max_bytes: int, setting: str) -> Form:
-    """Read a form with one file. Raises BodyTooLarge as `read_body` does, InvalidRequest."""
-    chunks = bounded_chunks(http, max_bytes, setting)
+async def read_form(http: Request, max_bytes: int, setting: str, *, grow: Callable[[int], None]) -> Form:
+    """Read a form with one file. Raises BodyTooLarge as `read_body` does, InvalidRequest. `grow` as there."""
+    chunks = counted(bounded_chunks(http, max_bytes, setting), grow)
     parser = MultiPartParser(http.headers, chunks, max_files=1, max_fields=MAX_FIELDS, max_part_size=MAX_FIELD_BYTES)
     try:
         parsed = await parser.parse()

@@ -9,7 +9,8 @@ name once more, so no model ever answers for another.
 import asyncio
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Protocol
 
@@ -17,7 +18,7 @@ from pydantic_core import from_json
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from parallm.errors import EngineFull, InvalidRequest, ParallmError, UnknownModel
+from parallm.errors import InvalidRequest, ParallmError, UnknownModel
 from parallm.registry.pool import Lease, Pool
 from parallm.registry.records import Named
 from parallm.server.connection import BODY_SECONDS, MIN_BYTES_PER_SECOND, while_connected
@@ -89,43 +90,51 @@ class ModelRouter:
         if self._drain.is_draining:
             await self._app(scope, receive, send)  # which refuses it
             return
-        messages = await self._read(receive)
-        replayed: Receive = partial(_replayed, iter(messages), receive)
-        body = await self._parsed(b"".join(message.get("body", b"") for message in messages))
-        named = await self._named(body)
-        if named is None or (_only_unloads(scope["path"], body) and not self._pool.is_loaded(named)):
-            await self._app(scope, replayed, send)
-            return
         leases: list[Lease] = []  # where a caller that is cancelled at the moment of the grant finds it
         try:
-            lease = await while_connected(receive, self._lease(named, body, leases))
-            if named.overlay is not None:
-                text = json.dumps(overlaid(scope["path"], body, named.overlay)).encode()
-                scope, replayed = _with_body(scope, text, receive)
-            if lease.app is None:
-                await self._app(scope, replayed, send)
-            else:
-                await lease.app({**scope, LOAD_SECONDS: lease.seconds}, replayed, send)
+            with self._service.bodies.reserve() as grow:  # while the model loads, too: then its own budget counts
+                app, scope, replayed = await self._granted(scope, receive, grow, leases)
+            await app(scope, replayed, send)
         finally:
             for granted in leases:
                 granted.release()
 
-    async def _read(self, receive: Receive) -> Sequence[Message]:
-        """Return the messages of the body; of one that is too long or too slow, those that came before."""
-        messages: list[Message] = []
+    async def _granted(
+        self, scope: Scope, receive: Receive, grow: Callable[[int], None], leases: list[Lease]
+    ) -> tuple[ASGIApp, Scope, Receive]:
+        """Return who answers, and the request as it gets it, with its body to be read once."""
+        messages = await self._read(receive, grow)
+        body = await self._parsed(b"".join(message.get("body", b"") for message in messages))
+        replayed: Receive = partial(_replayed, messages, receive)
+        named = await self._named(body)
+        if named is None or (_only_unloads(scope["path"], body) and not self._pool.is_loaded(named)):
+            return self._app, scope, replayed
+        lease = await while_connected(receive, self._lease(named, body, leases))
+        if named.overlay is not None:
+            text = json.dumps(overlaid(scope["path"], body, named.overlay)).encode()
+            scope, replayed = _with_body(scope, text, receive)
+        if lease.app is None:
+            return self._app, scope, replayed
+        return lease.app, {**scope, LOAD_SECONDS: lease.seconds}, replayed
+
+    async def _read(self, receive: Receive, grow: Callable[[int], None]) -> deque[Message]:
+        """Return the messages of the body; of one that is too long or too slow, those that came before.
+
+        Raises EngineFull beyond the limit of all bodies.
+        """
+        messages = deque[Message]()
         num_bytes = 0
         begins = asyncio.get_running_loop().time()
-        with self._service.bodies.reserve() as grow:
-            while not messages or messages[-1].get("more_body", False):
-                try:
-                    async with asyncio.timeout_at(begins + BODY_SECONDS + num_bytes / MIN_BYTES_PER_SECOND):
-                        messages.append(await receive())
-                    num_bytes += len(messages[-1].get("body", b""))
-                    grow(num_bytes)
-                except (TimeoutError, EngineFull):
-                    break
-                if num_bytes > self._service.settings.max_body_bytes:
-                    break
+        while not messages or messages[-1].get("more_body", False):
+            try:
+                async with asyncio.timeout_at(begins + BODY_SECONDS + num_bytes / MIN_BYTES_PER_SECOND):
+                    messages.append(await receive())
+                num_bytes += len(messages[-1].get("body", b""))
+                grow(num_bytes)
+            except TimeoutError:
+                break
+            if num_bytes > self._service.settings.max_body_bytes:
+                break
         return messages
 
     async def _parsed(self, text: bytes) -> Mapping[str, Any]:
@@ -166,9 +175,9 @@ def _only_unloads(path: str, body: Mapping[str, Any]) -> bool:
     return path.startswith(OLLAMA) and body.get("keep_alive") in (0, "0", "0s") and not asks
 
 
-async def _replayed(messages: Iterator[Message], receive: Receive) -> Message:
-    message = next(messages, None)
-    return await receive() if message is None else message
+async def _replayed(messages: deque[Message], receive: Receive) -> Message:
+    """Return each message once, and keep none."""
+    return messages.popleft() if messages else await receive()
 
 
 def _with_body(scope: Scope, text: bytes, receive: Receive) -> tuple[Scope, Receive]:
@@ -178,4 +187,4 @@ def _with_body(scope: Scope, text: bytes, receive: Receive) -> tuple[Scope, Rece
         (name, value) for name, value in scope["headers"] if name not in (b"content-length", b"transfer-encoding")
     ]
     body: Message = {"type": "http.request", "body": text, "more_body": False}
-    return {**scope, "headers": [*headers, length]}, partial(_replayed, iter([body]), receive)
+    return {**scope, "headers": [*headers, length]}, partial(_replayed, deque([body]), receive)

@@ -21,6 +21,9 @@ MAX_UNCOUNTED_BYTES = 65_536
 """Bodies up to this size are never refused because of others."""
 MAX_BODIES = 64
 """Bodies of the largest size that may be read at once."""
+MAX_UPLOADS = 4
+"""Uploads of the largest size that may be under way at once: adapters, which memory takes, and blobs, which a disk
+takes."""
 
 SECONDS_ON_LOOP = 0.01
 SECONDS_PER_BYTE = 1.5e-6
@@ -39,15 +42,18 @@ Result = TypeVar("Result")
 
 
 class BodyBudget:
-    """Limits the memory of large bodies, from their first byte until they are read. Used on the event loop."""
+    """Limits the bytes of large bodies together, from their first byte until they are read. Used on the event loop."""
 
-    def __init__(self, max_body_bytes: int) -> None:
-        self._max_bytes = MAX_BODIES * max_body_bytes
+    def __init__(self, max_bytes: int, what: str = "request bodies") -> None:
+        """`max_bytes` of all bodies; `what` names them in messages."""
+        self._max_bytes = max_bytes
+        self._what = what
         self.num_bytes = 0
 
     @contextmanager
-    def reserve(self) -> Iterator[Callable[[int], None]]:
-        """Yield a function that one body calls with its size so far. It raises EngineFull beyond the limit."""
+    def reserve(self, stored: int = 0) -> Iterator[Callable[[int], None]]:
+        """Yield a function that one body calls with its size so far. It raises EngineFull beyond the limit, of which
+        `stored` bytes are taken already."""
         reserved = 0
 
         def grow(num_bytes: int) -> None:
@@ -55,9 +61,9 @@ class BodyBudget:
             more = num_bytes - reserved
             if num_bytes <= MAX_UNCOUNTED_BYTES:
                 return
-            if self.num_bytes + more > self._max_bytes:
+            if self.num_bytes + more > self._max_bytes - stored:
                 raise EngineFull(
-                    f"request bodies of {self.num_bytes} bytes are being read, the limit is {self._max_bytes}; "
+                    f"{self._what} of {self.num_bytes} bytes are being read, the limit is {self._max_bytes - stored}; "
                     "send this one again later"
                 )
             self.num_bytes += more

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from parallm.jobs.jobs import Jobs
+from parallm.metrics.watching import Watching
 from parallm.registry.records import Model
 from parallm.reports import TrainingStatus
 from parallm.server.catalog import card_of, resolved
@@ -24,10 +25,11 @@ from parallm.server.interfaces import (
     Training,
     Trajectories,
 )
+from parallm.server.operation.acts import Act
 from parallm.server.operation.auth import StoredKey
 from parallm.server.operation.request_metrics import RequestMetrics
 from parallm.server.operation.tracing import Traces
-from parallm.server.request_limits import BodyBudget, WorkerPool
+from parallm.server.request_limits import MAX_BODIES, MAX_UPLOADS, BodyBudget, WorkerPool
 from parallm.server.settings import ServerSettings
 from parallm.types import BASE, POLICY, AdapterCard, Completion, GenerationRequest
 
@@ -84,12 +86,18 @@ class Service:
     """Models of the catalogue, which requests load by name; without them this process has one."""
     jobs: Jobs | None = None
     """Files, batches and jobs; without them, their routes answer that this process keeps none."""
+    watching: Watching = field(default_factory=Watching)
+    """What the watchers of this process see."""
+    on_act: Callable[[Act], None] = lambda _: None
+    """Gets each act of a client after its answer, on the event loop."""
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
     """Sampling defaults of OpenAI's routes, by the names of their fields."""
 
     started: int = field(init=False)
     """Unix seconds."""
     bodies: BodyBudget = field(init=False)
+    uploads: BodyBudget = field(init=False)
+    """Adapters and versions on their way into memory."""
     workers: WorkerPool = field(init=False)
     request_metrics: RequestMetrics = field(init=False)
     splits: TrafficSplits = field(init=False)
@@ -98,7 +106,8 @@ class Service:
 
     def __post_init__(self) -> None:
         self.started = int(time.time())
-        self.bodies = BodyBudget(self.settings.max_body_bytes)
+        self.bodies = BodyBudget(MAX_BODIES * self.settings.max_body_bytes)
+        self.uploads = BodyBudget(MAX_UPLOADS * self.settings.max_adapter_bytes, "uploaded adapters")
         self.workers = WorkerPool()
         self.request_metrics = RequestMetrics(self.base_name)
         self.splits = TrafficSplits(self.catalog, self.policies)

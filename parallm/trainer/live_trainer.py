@@ -99,6 +99,9 @@ class LiveTrainer(Loop, Generic[Source]):
 class ClientTrainer(LiveTrainer[LiveSource]):
     """Trains on completions that clients rewarded, each once. Reports saved, failed and undone steps to `source`."""
 
+    def _missing(self) -> str:
+        return self._source.missing()
+
     def _on_save(self, step: int) -> None:
         self._source.saved(step)
 

@@ -63,6 +63,10 @@ class Loop(ABC):
         """Whether there are groups to train on; overridden by trainers that wait for them."""
         return True
 
+    def _missing(self) -> str:
+        """Why no step begins before clients send more; empty if one may begin by itself. Called if not ready."""
+        return ""
+
     def _on_save(self, step: int) -> None:  # noqa: B027  # most loops need not know
         """Called when a checkpoint holds all steps up to `step`."""
 
@@ -134,6 +138,8 @@ class Loop(ABC):
         state: State = "paused" if self.pacing.is_paused else "collecting"
         if self.status.state != state:
             self._set(state)
+        if self.pacing.awaits_step and (missing := self._missing()):
+            self.pacing.refuse_steps(missing)
 
     async def _step_and_save(self) -> None:
         verdict = await self._one_step()

@@ -73,7 +73,8 @@ class Pacing:
         self.wake()
 
     async def step(self) -> None:
-        """Wait for one step: a single new one if paused, else the present one. Raises Unavailable."""
+        """Wait for one step: a single new one if paused, else the present one. Raises Unavailable, also by
+        `refuse_steps`."""
         self._check()
         if self._allowed is not None:
             self._allowed += 1
@@ -105,6 +106,19 @@ class Pacing:
         waiting.append((what, future))
         self.wake()
         return await future
+
+    @property
+    def awaits_step(self) -> bool:
+        """Whether a caller of `step` waits for a step that has not begun."""
+        return any(number > self._num_finished and not future.done() for number, future in self._steps)
+
+    def refuse_steps(self, reason: str) -> None:
+        """Raise Unavailable with `reason` in all callers of `step`; those of a pause begin no step any more."""
+        for _, future in self._steps:
+            settle(future, error=Unavailable(reason))
+        self._steps = []
+        if self._allowed is not None:
+            self._allowed = 0
 
     def stop(self) -> None:
         """End after the present step; the process leaves."""

@@ -21,11 +21,10 @@ from parallm.model import load
 from parallm.model.adapters.adapter import Adapter
 from parallm.model.adapters.table import AdapterTable
 from parallm.model.chat.tokenizer import ChatTokenizer
-from parallm.model.kernels import add_norm, cuda, quantized_gemm
+from parallm.model.kernels import cuda
 from parallm.model.kernels.all_sum import PeerMemory
 from parallm.model.kernels.compiler import Defines, Specialization
 from parallm.model.load import NANO, share_model
-from parallm.model.lora import segmented
 from parallm.model.patches.forward import QuantizedRowEmbedding
 from parallm.model.quantized import UnpackingEmbedding
 from parallm.model.settings import ModelSettings
@@ -76,18 +75,15 @@ def model(launched: dict[Specialization, None]) -> SharedModel:
     return shared
 
 
-@pytest.mark.parametrize(("versions", "adds_lora"), [(0, False), (1, False), (1, True), (2, False), (2, True)])
+@pytest.mark.parametrize("versions", [0, 1, 2])
 def test_an_engine_launches_what_is_listed(
     versions: int,
-    adds_lora: bool,
     model: SharedModel,
     launched: dict[Specialization, None],
     make_engine: Callable[..., Engine],
     random_adapter: Callable[..., Adapter],
     ask: Callable[..., GenerationRequest],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(add_norm, "TAKES_LORA", adds_lora)
     listed = engine_kernels(model, random_adapter(model, 1, rank=8), EngineSettings())
     assert launched == {}
     table = AdapterTable()
@@ -111,7 +107,6 @@ def test_an_engine_launches_what_is_listed(
     }
     assert [kernel for kernel in launched if kernel not in listed] == []
     assert len(launched) > 15, "a list of a few kernels would not do"
-    assert any(name == "add_norm" and dict(defines)["HAS_LORA"] for name, defines in launched) == adds_lora
 
 
 @pytest.mark.parametrize("versions", [0, 1])
@@ -123,8 +118,6 @@ def test_an_engine_of_packed_weights_launches_what_is_listed(
     ask: Callable[..., GenerationRequest],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(quantized_gemm, "ON_TENSOR_CORES", True)
-    monkeypatch.setattr(segmented, "TAKES_TOKENS_AS_WEIGHTS", True)
     shape = SHAPE | {"intermediate_size": 256, "vocab_size": 392}
     base = Model(ModelArgs.from_dict(shape))
     base.set_dtype(mx.bfloat16)

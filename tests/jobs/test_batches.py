@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from parallm.errors import InvalidRequest, UnknownObject
-from parallm.jobs import batch_lines, batches
+from parallm.jobs import batch_lines, batches, retries
 from parallm.jobs.batch_lines import Progress, check_file
 from parallm.jobs.batches import Answer
+from parallm.jobs.retries import Retries
 from parallm.server.jobs.schemas import BatchBody
 from tests.jobs.conftest import COMPLETIONS, Application, Bench, Clock, lines
 
@@ -40,10 +41,61 @@ def test_a_batch_without_failures_has_no_error_file(bench: Bench, application: A
 def test_requests_that_should_come_later_come_again(
     bench: Bench, application: Application, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batches, "RETRY_SECONDS", 0)
+    monkeypatch.setattr(retries, "FIRST_SECONDS", 0.01)
     application.statuses = [429, 503, 504]
     batch = asyncio.run(bench.until_over(bench.batch(["a"]).id, application))
     assert (application.asked, batch.request_counts.completed) == (["a"] * 4, 1)
+
+
+def test_delays_double_up_to_ten_minutes_and_begin_anew_after_progress() -> None:
+    now, delays = 0.0, []
+    waits = Retries(lambda: now)
+    for _ in range(12):
+        waits.failed("a")
+        delays.append(waits.seconds_until(["a"]))
+        assert (waits.is_due("a"), waits.is_due("b")) == (False, True)
+        now += delays[-1] or 0
+        assert waits.is_due("a")
+    assert delays == [2, 4, 8, 16, 32, 64, 128, 256, 512, 600, 600, 600]
+    waits.failed("a", has_progressed=True)
+    assert waits.seconds_until(["a"]) == 2
+    waits.failed("a", within=1.5)
+    assert waits.seconds_until(["a"]) == 1.5
+    waits.forget("a")
+    assert (waits.seconds_until(["a"]), waits.seconds_until([])) == (0, None)
+
+
+def test_a_batch_that_has_to_wait_does_not_hold_up_others(bench: Bench, application: Application) -> None:
+    """More batches than are at work at once have to wait, and one behind them is answered meanwhile."""
+
+    async def overloaded_for_some(path: str, body: Mapping[str, Any]) -> Answer:
+        if body["prompt"].startswith("slow"):
+            return Answer(503, "request-1", {"error": {}})
+        return await application(path, body)
+
+    slow = [bench.batch([f"slow{place}" for place in range(20)]) for _ in range(2 * batches.MAX_AT_WORK)]
+    last = bench.batch(["a", "b", "c"])
+    assert asyncio.run(bench.until_over(last.id, overloaded_for_some)).request_counts.completed == 3
+    assert {bench.batches.get(batch.id, None).status for batch in slow} <= {"validating", "in_progress"}
+    cancelled = bench.batches.cancel(slow[0].id, None)  # also one that waits, at once
+    assert asyncio.run(bench.until_over(cancelled.id, overloaded_for_some)).status == "cancelled"
+
+
+def test_batches_together_ask_for_no_more_than_the_limit(bench: Bench, application: Application) -> None:
+    under_way, most = 0, 0
+
+    async def counted(path: str, body: Mapping[str, Any]) -> Answer:
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        await asyncio.sleep(0.001)
+        under_way -= 1
+        return await application(path, body)
+
+    made = [bench.batch([f"{batch}-{place}" for place in range(5)]) for batch in range(3)]
+    for batch in made:
+        assert asyncio.run(bench.until_over(batch.id, counted)).request_counts.completed == 5
+    assert most == 2
 
 
 def test_an_answer_that_was_cut_off_is_an_error(bench: Bench) -> None:

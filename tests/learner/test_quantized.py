@@ -11,10 +11,8 @@ import pytest
 from mlx_lm.convert import convert
 
 from parallm.device.streams import DeviceStreams
-from parallm.learner import learner
 from parallm.learner.learner import Learner
 from parallm.learner.passes import gradient
-from parallm.learner.passes.lm_head import Stages, run_stages
 from parallm.learner.settings import LearnerSettings
 from parallm.model import quantized as quantized_module
 from parallm.model.adapters.adapter import Adapter
@@ -40,10 +38,10 @@ def update(
 
     def run(model: SharedModel) -> tuple[UpdateReport, Changes]:
         start = make_start(model)
-        pupil = Learner(model, streams, settings, start=start, total_steps=10, seed=0)
-        report = list(pupil.update(groups, step=0, max_tokens=40))[-1]
+        learner = Learner(model, streams, settings, start=start, total_steps=10, seed=0)
+        report = list(learner.update(groups, step=0, max_tokens=40))[-1]
         assert isinstance(report, UpdateReport)
-        return report, {name: array - start.arrays[name] for name, array in pupil.adapter.arrays.items()}
+        return report, {name: array - start.arrays[name] for name, array in learner.adapter.arrays.items()}
 
     return run
 
@@ -90,28 +88,6 @@ def test_products_of_mlx_by_packed_weights_give_them_too(
     largest = max(mx.abs(array).max().item() for array in expected.values())
     for name, array in expected.items():
         assert mx.abs(changes[name] - array).max().item() < 1e-5 * largest, name
-
-
-@pytest.mark.cpu
-def test_a_pass_in_parts_gives_the_same_bits(quantized: Path, update: Update, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = load(quantized, "packed")
-    _, expected = update(model)
-    lengths: list[int] = []
-
-    def noted(stages: Stages) -> None:
-        lengths.append(len(stages))
-        run_stages(stages)
-
-    monkeypatch.setattr(learner, "run_stages", noted)
-    monkeypatch.setattr(learner, "is_packed", lambda _: True)
-    for is_bounded in (False, True):
-        monkeypatch.setattr(learner, "PACKED_IN_PARTS", is_bounded)
-        monkeypatch.setattr(learner, "on_cuda", lambda value=is_bounded: value)
-        _, changes = update(model)
-        assert {name: array.tolist() for name, array in changes.items()} == {
-            name: array.tolist() for name, array in expected.items()
-        }
-    assert max(lengths[len(lengths) // 2 :]) > max(lengths[: len(lengths) // 2])
 
 
 @pytest.mark.cpu

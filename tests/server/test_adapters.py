@@ -1,5 +1,6 @@
 """The routes about adapters, with a list of cards in place of a table."""
 
+import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -209,3 +210,30 @@ def test_a_split_that_is_not_kept_does_not_count(
 def test_a_process_without_a_store_says_so(call: Callable[..., httpx.Response]) -> None:
     assert call("POST", "/v1/adapters/load", json={"name": "a", "path": "b"}).status_code == 409
     assert call("DELETE", "/v1/adapters/a").status_code == 409
+
+
+def test_uploads_at_once_have_a_limit_together(engine: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second one comes while the first one is loaded, and again later."""
+    monkeypatch.setattr("parallm.server.service.MAX_UPLOADS", 1)
+    adapters, content = FakeAdapters(), bytes(90_000)
+
+    async def main() -> list[int]:
+        loading, goes_on = asyncio.Event(), asyncio.Event()
+
+        async def upload(name: str, archive: bytes) -> AdapterCard:
+            loading.set()
+            await goes_on.wait()
+            return POET
+
+        monkeypatch.setattr(adapters, "upload", upload)
+        app = make_app(engine, tokenizer, adapters=adapters, settings=ServerSettings(max_adapter_bytes=100_000))
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+            first = asyncio.create_task(client.put("/v1/adapters/poet", content=content))
+            await loading.wait()
+            second = await client.put("/v1/adapters/poet", content=content)
+            small = asyncio.create_task(client.put("/v1/adapters/poet", content=b"a"))
+            goes_on.set()
+            third = await client.put("/v1/adapters/poet", content=content) if (await first).is_success else second
+            return [answer.status_code for answer in (await first, second, third, await small)]
+
+    assert asyncio.run(main()) == [200, 429, 200, 200]

@@ -2,7 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,11 @@ from tests.server.conftest import CharacterTokenizer, EchoEngine, make_app, send
 KEYS = {name: f"key-of-{name}-0123456789" for name in ("ann", "bob", "root")}
 LINE = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"model": "base", "prompt": "hello"}}
 FORM = {"purpose": "batch"}
+PART = (
+    b'--x\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+    b'--x\r\nContent-Disposition: form-data; name="file"; filename="in.jsonl"\r\n\r\n'
+)
+END = b"\r\n--x--\r\n"
 
 
 @pytest.fixture
@@ -79,6 +85,35 @@ def test_files_and_bodies_beyond_the_cap_are_refused(with_jobs: FastAPI) -> None
     assert upload(with_jobs, b"a" * 200_000).json()["error"]["message"].endswith("raise jobs.max_file_bytes")
     assert send_to(with_jobs, "POST", "/v1/files", json={}).status_code == 400
     assert send_to(with_jobs, "POST", "/v1/files", data=FORM, files={"text": ("a", b"a")}).status_code == 400
+
+
+def test_files_that_come_at_once_have_a_limit_together(
+    engine: EchoEngine, tokenizer: CharacterTokenizer, tmp_path: Path
+) -> None:
+    settings = JobSettings(enabled=True, max_file_bytes=500_000, max_stored_bytes=600_000)
+
+    async def main(app: FastAPI) -> list[int]:
+        is_under_way, goes_on = asyncio.Event(), asyncio.Event()
+
+        async def slow() -> AsyncIterator[bytes]:
+            yield PART + bytes(400_000)
+            is_under_way.set()
+            await goes_on.wait()
+            yield END
+
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+            post = partial(client.post, "/v1/files", headers={"content-type": "multipart/form-data; boundary=x"})
+            first = asyncio.create_task(post(content=slow()))
+            await is_under_way.wait()
+            whole = PART + bytes(400_000) + END
+            second = await post(content=whole)
+            goes_on.set()
+            stored, third = await first, await post(content=whole)
+            await client.delete(f"/v1/files/{stored.json()['id']}")
+            return [answer.status_code for answer in (stored, second, third, await post(content=whole))]
+
+    with open_jobs(settings, tmp_path / "jobs", base="nano") as jobs:
+        assert asyncio.run(main(make_app(engine, tokenizer, jobs=jobs))) == [200, 429, 413, 200]
 
 
 @pytest.mark.parametrize("query", ["limit=0", "limit=x", "limit=10001", "order=up", "color=red"])

@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from parallm.errors import EngineStopped
+from parallm.errors import EngineFull, EngineStopped
 from parallm.registry.pool import Lease, Pool
 from parallm.registry.records import Named, Overlay
 from parallm.server.failures import WrongKey
@@ -103,10 +103,14 @@ class OneModel:
 
     settings = ServerSettings()
     keys = (StoredKey("client", "inference", b""),)
-    bodies, workers = BodyBudget(1 << 20), WorkerPool()
+    workers = WorkerPool()
 
     def __init__(self) -> None:
+        self.text = b'{"model": "tiny"}'
         self.num_leases = 0
+        self.bodies = BodyBudget(1 << 20)
+        self.loading = 0
+        """Bytes of bodies when the model was last asked for."""
         self.asking: asyncio.Task[None] | None = None
 
     def serves(self, name: str) -> bool:
@@ -117,6 +121,7 @@ class OneModel:
 
     async def lease(self, named: Named, keep_alive: float | None = None) -> Lease:
         self.num_leases += 1
+        self.loading = self.bodies.num_bytes
         if self.asking is not None:
             self.asking.cancel()
         return Lease(None, 0.0, self._release)
@@ -127,9 +132,10 @@ class OneModel:
 
 async def ask(model: OneModel, **scope: Any) -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        assert model.num_leases == 1
+        assert (model.num_leases, model.bodies.num_bytes) == (1, 0)
+        assert (await receive())["body"] == model.text
 
-    body: list[Message] = [{"type": "http.request", "body": b'{"model": "tiny"}', "more_body": False}]
+    body: list[Message] = [{"type": "http.request", "body": model.text, "more_body": False}]
 
     async def receive() -> Message:
         return body.pop() if body else await asyncio.Event().wait() and {}
@@ -162,3 +168,13 @@ def test_a_request_that_is_cancelled_at_the_moment_of_its_lease_gives_it_back() 
         return model.num_leases
 
     assert asyncio.run(cancelled()) == 0
+
+
+def test_a_body_counts_while_its_model_loads() -> None:
+    model = OneModel()
+    model.text = b'{"model": "tiny", "prompt": "%s"}' % (b"a" * 100_000)
+    asyncio.run(ask(model, **{UNIX: (owner_key("secret"),)}))
+    assert (model.loading, model.bodies.num_bytes) == (len(model.text), 0)
+    model.bodies = BodyBudget(90_000)
+    with pytest.raises(EngineFull):
+        asyncio.run(ask(model, **{UNIX: (owner_key("secret"),)}))

@@ -20,11 +20,12 @@ import pytest
 from huggingface_hub import constants
 from huggingface_hub.errors import OfflineModeIsEnabled
 
-from parallm.errors import Unavailable
+from parallm.errors import InvalidRequest, Unavailable
 from parallm.registry.catalogue import Catalogue
 from parallm.registry.records import Loaded, Named, Overlay
 from parallm.server.ollama import pull
 from parallm.server.ollama.blobs import SECONDS_TO_CREATE, sweep
+from parallm.server.ollama.create import _gguf_file
 from parallm.server.ollama.pull import Progress, Pulls, hub_id_of
 from parallm.server.settings import ServerSettings
 from tests.registry.folders import write_folder
@@ -213,6 +214,15 @@ def test_what_cannot_be_made_is_refused(
     assert message in error_of(create(call, **fields))
     assert names(call) == before
     assert not any((models.folder / "models").glob("*"))
+
+
+def test_a_model_in_gguf_is_one_file_or_all_its_parts() -> None:
+    parts = [f"a-0000{number}-of-00002.gguf" for number in (1, 2)]
+    assert _gguf_file(dict.fromkeys(reversed(parts), "")) == parts[0]
+    assert (_gguf_file({"a.gguf": ""}), _gguf_file({"config.json": ""})) == ("a.gguf", "")
+    for names in (parts[:1], parts[1:], ["a.gguf", "b.gguf"], [*parts, "config.json"]):
+        with pytest.raises(InvalidRequest, match=r"one file, or NAME-00001-of-0000N.gguf and all its other parts"):
+            _gguf_file(dict.fromkeys(names, ""))
 
 
 def test_files_that_are_no_model_leave_nothing(call: Call, models: CatalogueModels) -> None:

@@ -10,8 +10,14 @@ from typing import Any
 import httpx
 import pytest
 from fastapi import FastAPI
+from fastapi.routing import APIRoute
+from starlette.datastructures import Headers
+from starlette.types import Message, Scope
 
+from parallm.server.dashboard.assets import PLOTLY, Assets
+from parallm.server.dashboard.routes_page import PAGE_FOLDER
 from parallm.server.operation.auth import read_keys
+from parallm.server.operation.middleware import Origins
 from parallm.server.settings import ApiKey, ServerSettings
 from tests.server.conftest import make_app
 
@@ -24,6 +30,7 @@ FOREIGN: Mapping[str, Mapping[str, str]] = {
     "an embedded address": {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors", "Sec-Fetch-Dest": "image"},
     "a page of another port": {"Sec-Fetch-Site": "same-site"},
 }
+DOCUMENTS = ("/docs", "/docs/try", "/openapi.json")
 Ask = Callable[..., list[httpx.Response]]
 
 
@@ -49,25 +56,108 @@ async def send_all(app: FastAPI, requests: list[tuple[str, str, Mapping[str, str
 
 
 def every_route(app: FastAPI) -> list[tuple[str, str]]:
-    """Method and path of each operation of the OpenAPI document, and the pages that it leaves out."""
-    found = [(method.upper(), path) for path, methods in app.openapi()["paths"].items() for method in methods]
-    named = [(method, f"{OWN}{re.sub(r'{[^}]+}', 'poet', path)}") for method, path in found]
-    return [*named, ("GET", f"{OWN}/openapi.json"), ("GET", f"{OWN}/nowhere")]
+    """Method and path of each operation of the OpenAPI document, of each route beside it, and of the page's files."""
+    named = {(method.upper(), path) for path, methods in app.openapi()["paths"].items() for method in methods}
+    named |= {
+        (method, route.path_format)
+        for route in app.routes
+        if isinstance(route, APIRoute)
+        for method in route.methods or ()
+    }
+    assets = Assets(PAGE_FOLDER)
+    files = [("GET", f"/dashboard/{assets.digest}/{name}") for name in (*assets.names, PLOTLY)]
+    others = [("GET", "/openapi.json"), ("GET", "/docs"), ("GET", "/docs/try"), ("GET", "/nowhere"), *files]
+    return [*sorted((method, re.sub(r"{[^}]+}", "poet", path)) for method, path in named), *others]
 
 
+async def status_of(app: FastAPI, method: str, path: str, headers: Mapping[str, str]) -> int:
+    """Return the status of an answer, and leave: a stream of events has no end of its own."""
+    status: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    bodies = [{"type": "http.request", "body": b"", "more_body": False}]
+
+    async def receive() -> Message:
+        if bodies:
+            return bodies.pop()
+        await asyncio.wait((status,))
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.start" and not status.done():
+            status.set_result(message["status"])
+
+    all_headers = {"Host": "127.0.0.1:8000"} | dict(headers)
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": method,
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": [(name.lower().encode(), value.encode()) for name, value in all_headers.items()],
+        "client": ("127.0.0.1", 4321),
+        "server": ("127.0.0.1", 8000),
+    }
+    asking = asyncio.ensure_future(app(scope, receive, send))
+    try:
+        await asyncio.wait((asking, status), timeout=20, return_when=asyncio.FIRST_COMPLETED)
+        assert status.done(), f"{method} {path} did not answer"
+        return status.result()
+    finally:
+        await asyncio.wait((asking,), timeout=0.2)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+
+
+def statuses(app: FastAPI, headers: Mapping[str, str]) -> dict[str, int]:
+    """Return the status of each route for these headers, by method and path."""
+
+    async def main() -> dict[str, int]:
+        return {f"{method} {path}": await status_of(app, method, path, headers) for method, path in every_route(app)}
+
+    return asyncio.run(main())
+
+
+def answered(app: FastAPI, headers: Mapping[str, str]) -> list[str]:
+    """Return the routes that do not refuse."""
+    return [route for route, status in statuses(app, headers).items() if status != 403]
+
+
+@pytest.mark.parametrize("ollama", [False, True])
 @pytest.mark.parametrize("with_keys", [False, True])
-@pytest.mark.parametrize("headers", FOREIGN.values(), ids=FOREIGN)
-def test_no_route_answers_what_a_foreign_page_sends(
-    engine: Any, tokenizer: Any, headers: Mapping[str, str], with_keys: bool
-) -> None:
-    app = application(engine, tokenizer, api_keys=API_KEYS if with_keys else ())
-    routes = every_route(app)
+def test_no_route_answers_what_a_foreign_page_sends(engine: Any, tokenizer: Any, with_keys: bool, ollama: bool) -> None:
+    app = application(engine, tokenizer, api_keys=API_KEYS if with_keys else (), ollama=ollama)
     key = {"Authorization": f"Bearer {KEY}"} if with_keys else {}
-    foreign = asyncio.run(send_all(app, [(*route, key | dict(headers)) for route in routes]))
-    assert [answer.url.path for answer in foreign if answer.status_code != 403] == []
-    own = asyncio.run(send_all(app, [(*route, key) for route in routes]))
-    assert [answer.url.path for answer in own if answer.status_code == 403] == []
-    assert len(routes) > 75
+    for name, headers in FOREIGN.items():
+        assert (name, answered(app, key | dict(headers))) == (name, [])
+        assert (name, answered(app, headers)) == (name, [])
+    own = statuses(app, key)
+    assert [route for route, status in own.items() if status == 403] == []
+    assert len(own) > 120
+    assert "GET /dashboard/" in own
+
+
+@pytest.mark.parametrize("headers", FOREIGN.values(), ids=FOREIGN)
+def test_routes_without_the_check_are_found(
+    engine: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, headers: Mapping[str, str]
+) -> None:
+    app, check = application(engine, tokenizer), Origins.check
+    holes = {"/v1/models", "/v1/training/stop", "/dashboard/", "/v1/adapters/poet/archive"}
+
+    def leaky(origins: Origins, scope: Scope, found: Headers) -> None:
+        if scope["path"] not in holes:
+            check(origins, scope, found)
+
+    monkeypatch.setattr(Origins, "check", leaky)
+    assert {route.partition(" ")[2] for route in answered(app, headers)} == holes
+
+
+def test_a_link_leads_to_pages_alone(engine: Any, tokenizer: Any) -> None:
+    link = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}
+    pages = answered(application(engine, tokenizer), link)
+    assert sorted(pages) == sorted(f"GET {path}" for path in ("/", "/dashboard", "/dashboard/", *DOCUMENTS))
 
 
 def test_a_refused_name_is_told_with_the_way_out(ask: Ask) -> None:

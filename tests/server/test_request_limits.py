@@ -121,7 +121,7 @@ def test_what_is_short_stays_and_errors_come_back() -> None:
 
 
 def test_large_bodies_have_a_limit_together_and_small_ones_none() -> None:
-    budget = BodyBudget(100_000)
+    budget = BodyBudget(MAX_BODIES * 100_000)
     with budget.reserve() as first, budget.reserve() as second, budget.reserve() as small:
         first(MAX_BODIES * 100_000 - 90_000)
         second(70_000)
@@ -137,7 +137,7 @@ def test_large_bodies_have_a_limit_together_and_small_ones_none() -> None:
 def test_a_body_counts_while_it_comes_in(
     engine: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, length: int, status: int
 ) -> None:
-    monkeypatch.setattr("parallm.server.request_limits.MAX_BODIES", 0)
+    monkeypatch.setattr("parallm.server.service.MAX_BODIES", 0)
     app = make_app(engine, tokenizer)
     client = TestClient(app, base_url="http://localhost")
     answer = client.post("/v1/completions", json={"model": "base", "prompt": "a" * length})

@@ -127,6 +127,8 @@ def test_completions_of_different_prompts_have_the_step_for_a_baseline(run: Call
 def test_what_waits_for_clients_can_be_paused_saved_and_stopped(run: Callable[..., int], tmp_path: Path) -> None:
     def act(client: httpx.Client) -> None:
         assert client.post("/v1/training/checkpoint").status_code == 409  # answers, though no step has been
+        refused = client.post("/v1/training/update")
+        assert (refused.status_code, "no step can begin" in refused.text) == (409, True)
         assert client.post("/v1/training/pause").raise_for_status().json()["state"] == "paused"
         wait_for_state(client, "paused")
         for number in range(2):

@@ -19,6 +19,7 @@ class Loop:
         self.is_stopped = False
         self.saved_at: list[int] = []
         self.num_waits = 0
+        self.are_groups_there = True
         self._make = save
         self.evaluated_at: list[int] = []
         self.pacing = Pacing(self._save, self._evaluate)
@@ -26,7 +27,7 @@ class Loop:
     async def run(self) -> None:
         try:
             while not self._is_over():
-                await self.pacing.before_step(self._is_over, self._on_wait)
+                await self.pacing.before_step(self._is_over, self._on_wait, lambda: self.are_groups_there)
                 if not self._is_over():
                     await asyncio.sleep(0.001)
                     self.done += 1
@@ -243,3 +244,28 @@ def test_work_is_bounded_and_refused_when_no_step_will_come() -> None:
             await loop.pacing.between_steps(nothing)
 
     run(work, Loop(5))
+
+
+def test_callers_of_a_step_that_cannot_begin_are_answered_at_once_and_begin_none_later() -> None:
+    async def work(loop: Loop, task: asyncio.Task[None]) -> None:
+        for is_paused in (False, True):
+            if is_paused:
+                loop.pacing.pause()
+            asked = [asyncio.create_task(loop.pacing.step()) for _ in range(2)]
+            while not loop.pacing.awaits_step:
+                await asyncio.sleep(0)
+            loop.pacing.refuse_steps("nothing was collected")
+            for step in asked:
+                with pytest.raises(Unavailable, match="nothing was collected"):
+                    await step
+            assert not loop.pacing.awaits_step
+        loop.are_groups_there = True
+        loop.pacing.wake()
+        await asyncio.sleep(0.02)
+        assert loop.done == 0  # it is paused, and no step is asked for
+        loop.pacing.resume()
+        await task
+
+    loop = Loop(2)
+    loop.are_groups_there = False
+    run(work, loop)

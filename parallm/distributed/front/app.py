@@ -25,11 +25,12 @@ from parallm.distributed.front.relay import HOP_BY_HOP, Answer, Forwarded, Refus
 from parallm.distributed.front.workers import NoWorker, Worker, Workers
 from parallm.server.connection import BODY_SECONDS, error_response, read_body
 from parallm.server.failures import BodyTooSlow, Draining
+from parallm.server.operation.acts import ActLog
 from parallm.server.operation.auth import StoredKey, authorize
 from parallm.server.operation.middleware import Drain, Origins, RequestMiddleware
 from parallm.server.operation.request_context import current_request
 from parallm.server.operation.request_metrics import HttpMetrics
-from parallm.server.request_limits import BodyBudget
+from parallm.server.request_limits import MAX_BODIES, BodyBudget
 from parallm.server.settings import ServerSettings
 
 NOT_FOR_WORKERS = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"origin", b"referer", b"x-request-id"}
@@ -50,7 +51,7 @@ class Front:
         self._keys = keys
         self._hold_seconds = hold_seconds
         self._relay = Relay(workers)
-        self._bodies = BodyBudget(settings.max_body_bytes)
+        self._bodies = BodyBudget(MAX_BODIES * settings.max_body_bytes)
         self._changes = asyncio.Lock()
         """One change of operators at a time, so that all workers get them in one order."""
         self._metrics, self._drain = HttpMetrics(), Drain()
@@ -60,7 +61,9 @@ class Front:
             allowed = list(settings.cors_origins)
             app = CORSMiddleware(app, allow_origins=allowed, allow_methods=["*"], allow_headers=["*"])
         origins = Origins(settings, has_keys=bool(keys))
-        self._app = RequestMiddleware(app, request_metrics=self._metrics, drain=self._drain, origins=origins)
+        self._app = RequestMiddleware(
+            app, request_metrics=self._metrics, drain=self._drain, origins=origins, acts=ActLog()
+        )
         self._handlers: Mapping[routes.Way, Handler] = {
             "one": self._to_one,
             "owner": self._to_owner,

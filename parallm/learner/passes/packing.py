@@ -1,10 +1,10 @@
 """The packed forward: prompts and their completions as one flat sequence of tokens. `PolicyGradient` calls it.
 
-Linear layers, norms and rotary embeddings see every token as a row, so they compute no padding. Only attention knows
-which tokens belong together: a prompt is computed once, and its completions attend to its keys and values. Gradients
-flow back into the prompt through them. With our CUDA kernels a layer attends in one launch, whatever the lengths, and
-the flat sequence is padded to one of few sizes: MLX then finds buffers and CUDA graphs of an earlier pass. Elsewhere,
-and for rows that are long and equal, each rectangle of rows attends in a call.
+Linear layers, norms and rotary embeddings see every token as a row, so they compute no padding. Only attention and
+recurrences know which tokens belong together: a prompt is computed once, its completions attend to its keys and values,
+and begin with its states. Gradients flow back into the prompt through them. With our CUDA kernels a layer attends in
+one launch, whatever the lengths, and the flat sequence is padded to one of few sizes: MLX then finds buffers and CUDA
+graphs of an earlier pass. Elsewhere, and for rows that are long and equal, each rectangle of rows attends in a call.
 
 Axes: M computed tokens, S sequences, G completions, T longest of their inputs, P prompt tokens, H key-value heads,
 Q query heads, D head size.
@@ -13,9 +13,11 @@ Q query heads, D head size.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from mlx_lm.models.cache import ArraysCache, CacheList
 
 from parallm.model.attention import MIN_ROWS, attention
 from parallm.model.kernels.cuda import VECTOR_BYTES, has_kernels
@@ -23,7 +25,9 @@ from parallm.model.kernels.flash_attention import PackedSequences, fits
 from parallm.model.kernels.rotary import Rotation, rotated
 from parallm.model.lora.linear import LoraBinding
 from parallm.model.patches.forward import OwnCache
+from parallm.model.patches.recurrence import PackedStates
 from parallm.model.patches.rotary import before_rotation
+from parallm.model.recurrence.rows import PackedRows, Row
 from parallm.model.shared_model import SharedModel
 
 FUSED_LENGTH = 128
@@ -37,6 +41,8 @@ LONG_ROW, MAX_CALLS = 512, 8
 """cuDNN attends 1.6 times as fast as our kernels (8 rows of 1,024, H200), and takes 0.3 ms a call on the host."""
 CANONICAL_BITS, MIN_STEP = 5, 64
 """Between powers of two there are 16 canonical sizes, so padding adds a 32nd on average."""
+UNPACKABLE = (AssertionError, AttributeError, IndexError, TypeError, ValueError)
+"""Errors of layers that do not understand the shapes, masks or caches of a packed forward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +68,11 @@ class Segment:
         starts = accumulate(lengths, initial=start + self.prompt)
         rows = [(first, length, start, self.prompt) for first, length in zip(starts, lengths, strict=False)]
         return [(start, self.prompt, 0, 0), *rows]
+
+    def rows(self, start: int, first: int) -> list[Row]:
+        """The same for recurrent layers; `first` rows come before."""
+        sequences = self.sequences(start)
+        return [Row(begin, length, first if prompt else None) for begin, length, _, prompt in sequences]
 
     def positions(self) -> list[np.ndarray]:
         """Position of each token in its own sequence."""
@@ -193,17 +204,36 @@ def padded_hidden(
         num_padding = canonical_size(inputs_M.size) - inputs_M.size
     if num_padding > 0:
         inputs_M = mx.concatenate([inputs_M, mx.zeros((num_padding,), mx.int32)])
-    layer = PackedLayer(segments, num_padding)
-    return model.hidden(inputs_M[:, None], [layer] * len(model.make_cache()), lora)[:, 0]
+    caches = packed_caches(model.make_cache(), segments, PackedLayer(segments, num_padding))
+    return model.hidden(inputs_M[:, None], caches, lora)[:, 0]
+
+
+def packed_caches(caches: Sequence[Any], segments: Sequence[Segment], layer: PackedLayer) -> list[Any]:
+    """What stands for each of a model's own caches in a packed forward: `layer`, or states of the same segments."""
+    rows: list[Row] = []
+    start = 0
+    for segment in segments:
+        rows += segment.rows(start, len(rows))
+        start += sum(segment.sizes)
+    packed = PackedRows(rows, layer.offset.size)
+
+    def stand_in(cache: Any) -> Any:
+        if isinstance(cache, ArraysCache):
+            return PackedStates(packed, len(cache.cache))
+        if isinstance(cache, CacheList):
+            return tuple(map(stand_in, cache.caches))
+        return layer
+
+    return [stand_in(cache) for cache in caches]
 
 
 def can_pack(model: SharedModel) -> bool:
     """Whether a packed forward gives the model's own hidden states: tried with a few tokens.
 
-    It does if layers mix tokens by `scaled_dot_product_attention` alone, without own position scores (multi-head latent
-    attention) or a state.
+    It does if layers mix tokens by `scaled_dot_product_attention`, without own position scores (multi-head latent
+    attention), and by the recurrences and convolutions of `model/patches/recurrence.py`.
     """
-    if not model.is_batch_invariant:
+    if not model.make_cache():  # an encoder
         return False
     prompt, completions = [3, 1, 4, 1, 5], [[9, 2], [6, 5]]
     inputs = mx.array(prompt + [token for tokens in completions for token in tokens])
@@ -213,18 +243,20 @@ def can_pack(model: SharedModel) -> bool:
         expected = mx.concatenate([whole[0], whole[1][len(prompt) :]])
         difference = mx.linalg.norm((packed - expected).astype(mx.float32)) / mx.linalg.norm(expected)
         return float(difference.item()) < (1e-3 if model.dtype == mx.float32 else 3e-2)
-    except (AssertionError, AttributeError, TypeError, ValueError):  # shapes or masks that a layer does not understand
+    except UNPACKABLE:
         return False
 
 
 def takes_rows(model: SharedModel) -> bool:
     """Whether the layers of a packed forward attend to rows of any lengths in one launch. Evaluates nothing."""
-    if not has_kernels() or not model.is_batch_invariant:
+    caches = model.make_cache()
+    if not has_kernels() or not caches:
         return False
     layer = PackedLayer([Segment(prompt=MIN_ROWS)])
     try:
-        model.hidden(mx.zeros((MIN_ROWS, 1), mx.int32), [layer] * len(model.make_cache()), None)
-    except (AssertionError, AttributeError, TypeError, ValueError):  # as in `can_pack`
+        packed = packed_caches(caches, [Segment(prompt=MIN_ROWS)], layer)
+        model.hidden(mx.zeros((MIN_ROWS, 1), mx.int32), packed, None)
+    except UNPACKABLE:
         return False
     return layer.takes_rows
 

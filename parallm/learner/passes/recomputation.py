@@ -11,6 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_map
 
 from parallm.device.memory import device_memory
 from parallm.errors import ConfigError
@@ -146,13 +147,19 @@ class _CheckpointedLayer:
         adapter = (lora if isinstance(lora, SingleLora) else lora.adapter).only(targets)
         structure = adapter.structure()
 
-        def compute(x: mx.array, arrays: list[mx.array]) -> Any:
-            part = structure.lora(arrays)
-            with self.lora_context.applied(part if isinstance(lora, SingleLora) else replace(lora, adapter=part)):
-                return self.layer(x, *arguments, **options)
+        others = [leaf for _, leaf in tree_flatten([arguments, options]) if isinstance(leaf, mx.array)]
 
-        # gradients reach arguments of `compute`, not its closure
-        return mx.checkpoint(compute)(x, adapter.arrays())
+        def compute(x: mx.array, arrays: list[mx.array], others: list[mx.array]) -> Any:
+            part = structure.lora(arrays)
+            given = iter(others)
+            traced_arguments, traced_options = tree_map(
+                lambda leaf: next(given) if isinstance(leaf, mx.array) else leaf, (arguments, options)
+            )
+            with self.lora_context.applied(part if isinstance(lora, SingleLora) else replace(lora, adapter=part)):
+                return self.layer(x, *traced_arguments, **traced_options)
+
+        # gradients reach arguments of `compute`, not its closure; some layers are given values of earlier ones
+        return mx.checkpoint(compute)(x, adapter.arrays(), others)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.layer, name)

@@ -1,8 +1,8 @@
 """Blocks of GGUF tensors <-> arrays: quantized ones as MLX packs them, in groups of 32 with float32 scales. No MLX.
 
 MLX computes a weight as scale * q + bias, with q in few bits. The scales of all types here are products of at most 17
-significant bits, so that float32 makes the very number that llama.cpp's formula does; in float16 it would not. Q6_K has
-groups of 16, with which MLX does not multiply, so it is unpacked.
+significant bits, so that float32 makes the very number that llama.cpp's formula does; in float16 it would not. Q2_K,
+Q3_K and Q6_K have groups of 16, with which MLX does not multiply, so they are unpacked.
 The layouts: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h.
 
 Axes: O outputs, N blocks of an output, B bytes of a block, G groups of 32, S groups within a block, W words of 32 bits,
@@ -47,16 +47,17 @@ class Packed:
 
 
 def read_dense(tensor: Tensor) -> NDArray[Any]:
-    """The numbers of a tensor in its shape: float32, float16, or bfloat16 as uint16. Q6_K is unpacked to float32.
+    """The numbers of a tensor in its shape: float32, float16, bfloat16 as uint16, or float32 of types in `UNPACKED`.
 
     Raises KeyError for types that are packed, ValueError for scales that are not finite.
     """
-    if tensor.kind.name != "Q6_K":
+    unpack = UNPACKED.get(tensor.kind.name)
+    if unpack is None:
         return tensor.data.view(DENSE[tensor.kind.name]).reshape(tensor.shape)
     dense_OI = np.empty(tensor.shape, np.float32)
     for start, end, blocks_ONB in _chunks(tensor):
         with np.errstate(invalid="ignore"):
-            dense_OI[start:end] = _q6_k(blocks_ONB)
+            dense_OI[start:end] = unpack(blocks_ONB)
         if not np.isfinite(dense_OI[start:end]).all():
             raise ValueError(NOT_FINITE.format(tensor=tensor.name))
     return dense_OI
@@ -177,6 +178,36 @@ def _mxfp4(blocks: Bytes) -> Parts:
     return _nibbles(blocks[..., 1:])[..., None, :], blocks[..., :1], None
 
 
+def _q2_k(blocks: Bytes) -> Floats:
+    """(O, N, 84) bytes -> (O, I) float32: halves of 128 weights, whose four parts of 32 share their bytes; each 16
+    weights have a scale and a minimum of 4 bits."""
+    values = _quarters(blocks[..., 16:80]).reshape(*blocks.shape[:-1], 16, 16).astype(np.float32)
+    scales = _half(blocks, 80) * (blocks[..., :16] & 15).astype(np.float32)
+    minima = _half(blocks, 82) * (blocks[..., :16] >> FOUR).astype(np.float32)
+    return (values * scales[..., None] - minima[..., None]).reshape(len(blocks), -1)
+
+
+def _q3_k(blocks: Bytes) -> Floats:
+    """(O, N, 110) bytes -> (O, I) float32: as Q2_K, with a third bit that is missing where it is 4 less, and scales of
+    6 bits around 32."""
+    shape = blocks.shape[:-1]
+    third = blocks[..., None, :32] >> np.arange(8, dtype=np.uint8)[:, None] & np.uint8(1)
+    low = _quarters(blocks[..., 32:96]).astype(np.int8)
+    values = low - (np.int8(4) - (third.astype(np.int8) << np.int8(2))).reshape(low.shape)
+    first, high = blocks[..., 96:104], blocks[..., None, 104:108]
+    low_scales = np.concatenate([first & 15, first >> FOUR], axis=-1)
+    high_scales = (high >> np.array([0, 2, 4, 6], np.uint8)[:, None] & np.uint8(3)).reshape(*shape, 16)
+    scales = (low_scales | high_scales << FOUR).astype(np.int8) - np.int8(32)
+    weights = values.reshape(*shape, 16, 16).astype(np.float32)
+    return (weights * (_half(blocks, 108) * scales.astype(np.float32))[..., None]).reshape(len(blocks), -1)
+
+
+def _quarters(quants: Bytes) -> Bytes:
+    """(O, N, 64) bytes -> (O, N, 2, 4, 32) values of 2 bits: the lowest bits of each 32 bytes first."""
+    halves = quants.reshape(*quants.shape[:-1], 2, 1, 32)
+    return halves >> np.array([0, 2, 4, 6], np.uint8)[:, None] & np.uint8(3)
+
+
 def _q6_k(blocks: Bytes) -> Floats:
     """(O, N, 210) bytes -> (O, I) float32: halves of 128 weights, whose four parts of 32 share their bytes."""
     shape = blocks.shape[:-1]
@@ -215,6 +246,8 @@ class _PackedKind:
 
 DENSE: Mapping[str, str] = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 """Types of plain numbers, as numpy calls them; it has no bfloat16."""
+UNPACKED: Mapping[str, Callable[[Bytes], Floats]] = {"Q2_K": _q2_k, "Q3_K": _q3_k, "Q6_K": _q6_k}
+"""Types in groups of 16."""
 PACKED: Mapping[str, _PackedKind] = {
     "Q4_0": _PackedKind(4, _q4_0),
     "Q4_1": _PackedKind(4, _q4_1),

@@ -73,12 +73,10 @@ POOLING = {0: None, 1: "mean", 2: "cls", 3: "lasttoken"}
 
 
 def find_architecture(file: GgufFile) -> Architecture:
-    """The architecture of a whole model. Raises ModelError for others, for parts of models, and for unknown keys."""
+    """The architecture of a whole model. Raises ModelError for others, and for unknown keys."""
     name, kind = file.architecture, file.text("general.type", "model")
     if kind != "model":
         raise file.error(f"it is no model but of the type {kind[:100]!r}; name the file of the model itself")
-    if (parts := file.integer("split.count", 0, least=0)) > 1:
-        raise file.error(f"it is one of {parts} parts, which are not read yet; join them (llama-gguf-split --merge)")
     if name not in ARCHITECTURES:
         raise file.error(f"its architecture {name[:100]!r} is not known here; known are {', '.join(ARCHITECTURES)}")
     known = COMMON_KEYS | OWN_KEYS.get(name, frozenset())

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from parallm.model.gguf.config import POOLING, find_architecture
-from parallm.model.gguf.file import GgufFile, read_gguf
+from parallm.model.gguf.file import GgufFile
 from parallm.model.gguf.names import find_sources
+from parallm.model.gguf.parts import read_parts
 
 MIXTURES: Mapping[int, str] = {14: "Q4_K_S", 15: "Q4_K_M", 16: "Q5_K_S", 17: "Q5_K_M"}
 """Names of mixed types of tensors by `general.file_type`; of others the type of most weights is the name."""
@@ -34,7 +35,7 @@ class GgufFacts:
 
 def read_facts(path: Path) -> GgufFacts:
     """Read them. Raises ModelError for a file that cannot be loaded, but for its weights and its tokenizer."""
-    file = read_gguf(path)
+    file = read_parts(path)
     kind, own = find_architecture(file), f"{file.architecture}."
     find_sources(file)
     sizes: Counter[str] = Counter()

@@ -21,6 +21,8 @@ MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
 MAX_DIMENSIONS = 4
+MAX_HEADER_BYTES = 1 << 28
+"""Bytes of metadata and descriptions; those of a model with a million tokens are a tenth of it."""
 PIECE = 1 << 16
 """Bytes of a text that are decoded at once."""
 STRING, ARRAY, BOOL = 8, 9, 7
@@ -59,6 +61,8 @@ KINDS: Mapping[int, Kind] = {
     6: Kind("Q5_0", 32, 22),
     7: Kind("Q5_1", 32, 24),
     8: Kind("Q8_0", 32, 34),
+    10: Kind("Q2_K", 256, 84),
+    11: Kind("Q3_K", 256, 110),
     12: Kind("Q4_K", 256, 144),
     13: Kind("Q5_K", 256, 176),
     14: Kind("Q6_K", 256, 210),
@@ -66,28 +70,16 @@ KINDS: Mapping[int, Kind] = {
     39: Kind("MXFP4", 32, 17),
 }
 """Types that are read, by their number."""
-OTHER_KINDS: Mapping[int, str] = dict(
-    enumerate(
-        [
-            "Q8_1",
-            "Q2_K",
-            "Q3_K",
-            "Q4_K",
-            "Q5_K",
-            "Q6_K",
-            "Q8_K",
-            "IQ2_XXS",
-            "IQ2_XS",
-            "IQ3_XXS",
-            "IQ1_S",
-            "IQ4_NL",
-            "IQ3_S",
-            "IQ2_S",
-            "IQ4_XS",
-        ],
-        9,
-    )
-) | dict(enumerate(["I8", "I16", "I32", "I64", "F64", "IQ1_M"], 24))
+OTHER_KINDS: Mapping[int, str] = {
+    9: "Q8_1",
+    15: "Q8_K",
+    **dict(enumerate(["IQ2_XXS", "IQ2_XS", "IQ3_XXS", "IQ1_S", "IQ4_NL", "IQ3_S", "IQ2_S", "IQ4_XS"], 16)),
+    **dict(enumerate(["I8", "I16", "I32", "I64", "F64", "IQ1_M"], 24)),
+    34: "TQ1_0",
+    35: "TQ2_0",
+    40: "NVFP4",
+    41: "Q1_0",
+}
 """Names of types that are not read, for errors."""
 
 
@@ -222,6 +214,8 @@ class _Header:
         start = self._at
         if nbytes > self._content.size - start:
             raise _Damaged(f"it ends within {what}; copy or download it again")
+        if start + nbytes > MAX_HEADER_BYTES:
+            raise _Damaged(f"its metadata goes on beyond {MAX_HEADER_BYTES:,} bytes, which no model needs")
         self._at = start + nbytes
         return start
 

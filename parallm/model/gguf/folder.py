@@ -18,8 +18,9 @@ from typing import Any
 from parallm.device.user_cache import user_cache
 from parallm.errors import ModelError
 from parallm.model.gguf.config import POOLING, read_config
-from parallm.model.gguf.file import GgufFile, read_gguf
+from parallm.model.gguf.file import GgufFile
 from parallm.model.gguf.names import find_sources
+from parallm.model.gguf.parts import read_parts
 from parallm.model.gguf.tokenizer import end_tokens, read_tokenizer
 
 WEIGHTS = "model.gguf"
@@ -36,12 +37,18 @@ def open_folder(path: Path) -> Path:
         found = path.stat()
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error}") from error
-    return _open_folder(path.resolve(), found.st_size, found.st_mtime_ns)
+    # not what links lead to: in the hub's cache that has no name, and parts are found by their names
+    return _open_folder(path.absolute(), found.st_size, found.st_mtime_ns)
+
+
+def weights_of(folder: Path) -> Path:
+    """The GGUF file that a folder was made of."""
+    return (folder / WEIGHTS).readlink()
 
 
 @lru_cache(maxsize=8)
 def _open_folder(path: Path, *_: int) -> Path:
-    contents = describe(read_gguf(path))
+    contents = describe(read_parts(path))
     digest = hashlib.sha256(json.dumps([str(path), sorted(contents.items())]).encode()).hexdigest()
     above = user_cache("gguf")
     folder = (above or _temporary()) / digest[:32]

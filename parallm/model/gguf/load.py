@@ -11,17 +11,18 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes
 
 from parallm.model.gguf.blocks import GROUP, PACKED, read_dense, read_packed
-from parallm.model.gguf.file import GgufFile, Tensor, read_gguf
-from parallm.model.gguf.folder import WEIGHTS
+from parallm.model.gguf.file import GgufFile, Tensor
+from parallm.model.gguf.folder import weights_of
 from parallm.model.gguf.names import Source, find_sources
+from parallm.model.gguf.parts import read_parts
 
 
 def load_gguf(folder: Path, config: dict[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
-    """The model of a folder's `WEIGHTS` and `config`. Layers of packed weights are quantized ones with float32 scales.
+    """The model of a folder's weights and `config`. Layers of packed weights are quantized ones with float32 scales.
 
     Raises ModelError for a file that is not that model, and ValueError for numbers that are none.
     """
-    file = read_gguf((folder / WEIGHTS).resolve())  # errors name what the user named
+    file = read_parts(weights_of(folder))  # errors name what the user named
     model_class, arguments = _get_classes(config)
     model: nn.Module = model_class(arguments.from_dict(config))
     sources = getattr(model, "sanitize", dict)(find_sources(file))

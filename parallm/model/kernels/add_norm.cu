@@ -2,18 +2,10 @@
 // Inputs `y` (S, B, H) of type Y, parts of the sublayer's output that are still to be added up, the stream `other` (B, H)
 // before it, `weight` (H) of the norm. Outputs `sums` (B, H), rounded as MLX's sum, and `normed` (B, H).
 // T type of all arrays but the parts, SPLITS parts, SIZE of H; THREADS and CHUNKS vectors of a thread are those of MLX's
-// kernel, so that sums of squares have its order. If HAS_LORA the rows' LoRA of K ranks is added, too: `hidden`, `order`,
-// `starts` and `factors` are those of expand.cu, for one target.
+// kernel, so that sums of squares have its order.
 #include "pack.cuh"
 
-extern "C" __global__ void add_norm(const Y* y, const T* other, const T* weight,
-#if HAS_LORA
-                                    const float* hidden, const int* order, const int* starts, const T* factors,
-#endif
-                                    T* sums, T* normed, float eps,
-#if HAS_LORA
-                                    int num_parts, int versions, int numbers_of_version,
-#endif
+extern "C" __global__ void add_norm(const Y* y, const T* other, const T* weight, T* sums, T* normed, float eps,
                                     int rows) {
   using P = Pack<T>;
   struct alignas(16) Given {
@@ -21,41 +13,7 @@ extern "C" __global__ void add_norm(const Y* y, const T* other, const T* weight,
   };
   constexpr int warps = THREADS / 32;
   __shared__ float of_warp[warps];
-#if HAS_LORA
-  const int64_t row = order[blockIdx.x * 2];
-  const int version = order[blockIdx.x * 2 + 1];
-  constexpr int AT_ONCE = CHUNKS > 4 ? 2 : 8;  // rows of B: they are waited for together
-  __shared__ float totals[K];
-  for (int k = threadIdx.x; k < K; k += THREADS) {
-    float total = 0.0f;
-    if (version >= 0)
-#pragma unroll 4
-      for (int p = 0; p < num_parts; p++) total += hidden[((p * int64_t(rows) + row) * versions + version) * K + k];
-    totals[k] = total;
-  }
-  __syncthreads();
-  float added_up[CHUNKS][P::size] = {};
-  const T* b = factors + int64_t(version) * numbers_of_version + starts[1];
-#pragma unroll 1
-  for (int r = 0; r < (version < 0 ? 0 : K); r += AT_ONCE) {
-    P of_rank[CHUNKS][AT_ONCE];
-#pragma unroll
-    for (int c = 0; c < CHUNKS; c++)
-#pragma unroll
-      for (int u = 0; u < AT_ONCE; u++) {
-        const int start = (c * THREADS + threadIdx.x) * P::size;
-        if (start < SIZE) of_rank[c][u] = *reinterpret_cast<const P*>(b + int64_t(r + u) * SIZE + start);
-      }
-#pragma unroll
-    for (int c = 0; c < CHUNKS; c++)
-#pragma unroll
-      for (int u = 0; u < AT_ONCE; u++)
-#pragma unroll
-        for (int j = 0; j < P::size; j++) added_up[c][j] += totals[r + u] * float(of_rank[c][u].values[j]);
-  }
-#else
   const int64_t row = blockIdx.x;
-#endif
   P stream[CHUNKS];
   float squares = 0.0f;
 #pragma unroll
@@ -69,11 +27,7 @@ extern "C" __global__ void add_norm(const Y* y, const T* other, const T* weight,
       const P before = *reinterpret_cast<const P*>(other + row * SIZE + start);
 #pragma unroll
       for (int j = 0; j < P::size; j++) {
-#if HAS_LORA
-        float sum = added_up[c][j];
-#else
         float sum = 0.0f;
-#endif
 #pragma unroll
         for (int s = 0; s < SPLITS; s++) sum += float(given[s].values[j]);
         stream[c].values[j] = T(sum + float(before.values[j]));

@@ -9,12 +9,9 @@ Axes: B rows, T tokens, H hidden, S parts of a sum.
 import mlx.core as mx
 
 from parallm.model.kernels.cuda import VECTOR_BYTES, has_kernels, kernel
-from parallm.model.kernels.segmented_lora import ShrinkOutput
 
 DTYPES = (mx.bfloat16, mx.float16)
 MAX_CHUNKS = 8
-TAKES_LORA = False
-"""Whether the LoRA of a sublayer's output is added here, and not by `expand`; measured nowhere."""
 
 
 def fits(parts_SBTH: mx.array, stream_BTH: mx.array) -> bool:
@@ -32,11 +29,8 @@ def fits(parts_SBTH: mx.array, stream_BTH: mx.array) -> bool:
     )
 
 
-def add_norm(
-    parts_SBTH: mx.array, stream_BTH: mx.array, weight_H: mx.array, eps: float, lora: ShrinkOutput | None = None
-) -> tuple[mx.array, mx.array]:
-    """The sum of all parts, the stream and the LoRA of one target, and its RMSNorm, both (B, T, H) in the stream's
-    type."""
+def add_norm(parts_SBTH: mx.array, stream_BTH: mx.array, weight_H: mx.array, eps: float) -> tuple[mx.array, mx.array]:
+    """The sum of all parts and the stream, and its RMSNorm, both (B, T, H) in the stream's type."""
     splits, *rows, size = parts_SBTH.shape
     threads, chunks = threads_and_chunks(size, stream_BTH.dtype)
     defines = (
@@ -46,14 +40,11 @@ def add_norm(
         ("SIZE", size),
         ("THREADS", threads),
         ("CHUNKS", chunks),
-        ("HAS_LORA", lora is not None),
-        ("K", sum(lora.weights.layout.ranks) if lora else 0),
     )
     num_rows = rows[0] * rows[1]
-    sizes = [lora.hidden_PBTK.shape[0], *lora.weights.array_VN.shape] if lora else []
     sums_BTH, normed_BTH = kernel("add_norm", defines)(
-        [parts_SBTH, stream_BTH, weight_H, *(lora.inputs() if lora else [])],
-        [float(eps), *sizes, num_rows],
+        [parts_SBTH, stream_BTH, weight_H],
+        [float(eps), num_rows],
         grid=(num_rows * threads, 1, 1),
         threadgroup=(threads, 1, 1),
         output_shapes=[stream_BTH.shape] * 2,

@@ -16,6 +16,7 @@ from functools import cache, lru_cache
 import mlx.core as mx
 
 from parallm.model.kernels.compiler import CompileError, Defines, NoCompiler, Specialization, cubin
+from parallm.model.kernels.module_cache import put_module
 
 Number = int | float
 Size3 = tuple[int, int, int]
@@ -24,6 +25,8 @@ VECTOR_BYTES = 16  # what a thread reads at once, `Pack` in pack.cuh
 MIN_ON_DEVICE = 3  # numbers of 32 bits: MLX keeps arrays of 8 bytes and less in the host's memory, far from kernels
 MAX_INTERNED = 512
 OLDEST = 80  # architecture whose instructions the kernels use
+PROBE: Defines = (("T", mx.float32), ("HALVES", False))  # of the kernel that shows whether any runs
+THREADS_OF_PROBE = 32
 
 logger = logging.getLogger(__name__)
 _listed: ContextVar[dict[Specialization, None] | None] = ContextVar("listed", default=None)
@@ -49,7 +52,7 @@ def _compiles() -> bool:
     """Whether this GPU's machine code can be made here; if not, a warning says why."""
     try:
         if int(architecture().removeprefix("sm_")) >= OLDEST:
-            cubin("swiglu", (("T", mx.float32),), target())
+            cubin("swiglu", PROBE, target())
             return True
         reason: object = f"they need compute capability 8.0, this GPU is {architecture()}"
     except (NoCompiler, CompileError) as error:
@@ -68,8 +71,9 @@ class Kernel:
     """A function in machine code, with all its macros."""
 
     name: str
-    cubin: bytes | None
-    """None where kernels are only listed (`listed_kernels`): the outputs are zeros."""
+    code: bytes | None
+    """The cubin, or the text that stands for it (`module_cache.py`). None where kernels are only listed
+    (`listed_kernels`): the outputs are zeros."""
     shared_memory: int
     copies_views: bool
 
@@ -84,11 +88,11 @@ class Kernel:
         output_dtypes: Sequence[mx.Dtype],
     ) -> list[mx.array]:
         """The outputs, lazily. `grid` counts threads; scalars are bool, int32 or float32."""
-        if self.cubin is None:
+        if self.code is None:
             return [mx.zeros(shape, dtype) for shape, dtype in zip(output_shapes, output_dtypes, strict=True)]
         outputs: list[mx.array] = mx.fast.precompiled_cuda_kernel(
             name=self.name,
-            compiled_source=self.cubin,
+            compiled_source=self.code,
             inputs=inputs,
             output_shapes=output_shapes,
             output_dtypes=output_dtypes,
@@ -116,7 +120,27 @@ def kernel(name: str, defines: Defines = (), *, shared_memory: int = 0, copies_v
 
 @cache
 def _kernel(name: str, defines: Defines, shared_memory: int, copies_views: bool) -> Kernel:
-    return Kernel(name, cubin(name, defines, target()), shared_memory, copies_views)
+    code = cubin(name, defines, target())
+    token = put_module(name, code) if _finds_modules() else None
+    return Kernel(name, token or code, shared_memory, copies_views)
+
+
+@cache
+def _finds_modules() -> bool:
+    """Whether MLX takes code from its cache on disk: a launch with nothing but the text shows it."""
+    token = put_module("swiglu", cubin("swiglu", PROBE, target()))
+    if token is None:
+        return False
+    ones = mx.ones((THREADS_OF_PROBE * VECTOR_BYTES // 4,))
+    sizes = {"grid": (THREADS_OF_PROBE, 1, 1), "threadgroup": (THREADS_OF_PROBE, 1, 1)}
+    try:
+        outputs = Kernel("swiglu", token, 0, True)(
+            [ones, ones], [ones.size], **sizes, output_shapes=[ones.shape], output_dtypes=[ones.dtype]
+        )
+        return mx.allclose(outputs[0], mx.sigmoid(ones)).item()
+    except RuntimeError as error:
+        logger.warning("kernels take longer to launch, since MLX does not find their code on disk: %s", error)
+        return False
 
 
 @contextmanager

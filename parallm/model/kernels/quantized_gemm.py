@@ -14,8 +14,6 @@ import mlx.nn as nn
 
 from parallm.model.kernels.cuda import architecture, has_kernels, kernel
 
-ON_TENSOR_CORES = False
-"""Whether layers take this kernel, which has been proven on CPUs and measured nowhere; else MLX's."""
 MAX_ROWS = 255  # with more it pays to write unpacked weights
 BITS = 4
 GROUPS = (32, 64, 128)
@@ -93,7 +91,7 @@ class QuantizedGemmPlan:
 def fits(x_BTI: mx.array, layer: nn.Module) -> bool:
     """Whether `quantized_gemm` can compute the quantized `layer` of this input on this device. Other GPUs than
     Hopper have not been measured."""
-    if not ON_TENSOR_CORES or not has_kernels() or not hasattr(layer, "bits") or architecture() != "sm_90":
+    if not has_kernels() or not hasattr(layer, "bits") or architecture() != "sm_90":
         return False
     inputs = x_BTI.shape[-1]
     return (

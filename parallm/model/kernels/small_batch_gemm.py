@@ -19,8 +19,8 @@ from parallm.model.kernels.cuda import architecture, has_kernels, kernel
 from parallm.model.kernels.segmented_lora import GroupWeights
 
 MIN_ROWS, MAX_ROWS = 2, 64  # MLX has a kernel of its own for one row, and is faster with many
-MAX_ROWS_OF_SMALL = 64
-"""The same for weights that take less time than their launch. 128 has been measured nowhere."""
+MAX_ROWS_OF_SMALL = 128
+"""The same for weights that take less time than their launch."""
 SMALL = 1 << 24  # values of weights that count as small
 MAX_VERSIONS = 16  # of which A is multiplied by, whether a row uses it or not
 MIN_INPUTS = 32  # that a warp multiplies at once: inputs are a multiple of it
@@ -68,13 +68,9 @@ class GemmPlan:
 def fits(x_BTI: mx.array, linear: nn.Module) -> bool:
     """Whether `small_batch_gemm` can compute `linear` of this input on this device. Other GPUs than
     Hopper have not been measured."""
-    return type(linear) is nn.Linear and fits_weight(x_BTI, linear.weight)
-
-
-def fits_weight(x_BTI: mx.array, weight_OI: mx.array) -> bool:
-    """The same for a plain product with these weights."""
-    if not has_kernels() or architecture() != "sm_90":
+    if not has_kernels() or type(linear) is not nn.Linear or architecture() != "sm_90":
         return False
+    weight_OI = linear.weight
     rows, (outputs, inputs) = x_BTI.shape[0] * x_BTI.shape[1], weight_OI.shape
     return (
         MIN_ROWS <= rows <= (MAX_ROWS_OF_SMALL if weight_OI.size < SMALL else MAX_ROWS)
@@ -98,13 +94,6 @@ def small_batch_gemm(
         weights = None
     bias_O = linear.bias if "bias" in linear else None
     return _multiply(x_BTI, linear.weight, bias_O, weights, is_whole=is_whole, is_gated=is_gated)
-
-
-def transposed_product(x_MI: mx.array, factors_KI: mx.array) -> mx.array:
-    """The factors times the transpose of `x_MI`, (K, M), by a kernel whose rows are the few factors, and whose weights
-    are the many tokens. MLX's product with so few columns leaves most processors without work."""
-    y_1K1M, _ = _multiply(factors_KI[:, None], x_MI, None, None, is_whole=True)
-    return y_1K1M[0, :, 0, ...]
 
 
 def _multiply(

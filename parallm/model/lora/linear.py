@@ -17,7 +17,7 @@ from typing import Protocol
 import mlx.core as mx
 import mlx.nn as nn
 
-from parallm.model.kernels import add_norm, quantized_gemm
+from parallm.model.kernels import quantized_gemm
 from parallm.model.kernels.cuda import VECTOR_BYTES
 from parallm.model.kernels.decode_attention import columns_of
 from parallm.model.kernels.segmented_lora import GroupOutput, GroupWeights, ShrinkOutput, shrink
@@ -85,6 +85,8 @@ class LoraLinear(nn.Module):
         dora_scale = lora.dora_scale(self.target)
         if dora_scale is None:
             return y
+        if dora_scale.ndim > y.ndim:  # of rows, for one token of each
+            dora_scale = dora_scale[:, 0]
         # this form rather than a product with the whole factor: a scale of zero changes no bit
         return y + (dora_scale * (y - self.linear.bias if "bias" in self.linear else y)).astype(y.dtype)
 
@@ -179,14 +181,13 @@ class MergedLinear:
         output = GroupOutput(y_SBTO, x.dtype, self._widths, shrunk)
         if y is None or shrunk is not None:
             if len(self.targets) == 1:
-                parts = y_SBTO if shrunk is None or add_norm.TAKES_LORA else None
-                return [FusedAdd(output.split()[0], output.added_to, parts, shrunk)]
+                return [FusedAdd(output.split()[0], output.added_to, y_SBTO if shrunk is None else None)]
             return self._halves(output.split(), output.gated)
         if len(self.targets) == 1:
             return [FusedAdd(y, partial(operator.add, y), y_SBTO)] if x.shape[1] == 1 else [y]
         # readers of one token a row find their columns; of more tokens each would copy its own
-        own = output.split() if x.shape[1] > 1 else columns_of(y, self._widths)
-        return self._halves(own, partial(self._gated, x, y))
+        parts = output.split() if x.shape[1] > 1 else columns_of(y, self._widths)
+        return self._halves(parts, partial(self._gated, x, y))
 
     def _gated(self, x: mx.array, y: mx.array) -> mx.array:
         """SwiGLU of the base's outputs `y`, for few rows in the product itself. Nothing is differentiated: what trains

@@ -21,15 +21,12 @@ import numpy.typing as npt
 
 from parallm.model.kernels.cuda import MIN_ON_DEVICE, VECTOR_BYTES, interned_array
 from parallm.model.kernels.segmented_lora import COLUMNS, GroupWeights, PackedGroup, Targets
-from parallm.model.kernels.small_batch_gemm import fits_weight, transposed_product
 from parallm.model.lora.experts import ExpertLora, ExpertStructure, Routing, stack_experts
 from parallm.model.lora.single import SingleLora
 
 NO_ADAPTER = -1  # as the version of a row
 MIN_LONG = 256
 """Tokens of prompts from which on LoRA is computed by MLX's products."""
-TAKES_TOKENS_AS_WEIGHTS = False
-"""Whether one version multiplies them by A with `transposed_product`, measured nowhere; else by MLX's product."""
 MAX_NUMBERS = 1 << 21  # of a version in an array; one group's weights are never split
 
 
@@ -200,10 +197,7 @@ def add_products(weights: GroupWeights, y_BTO: mx.array, x_BTI: mx.array, versio
     """
     x_MI, a_VKI = x_BTI.flatten(0, -2), weights.joined_a()
     versions, columns, _ = a_VKI.shape
-    if TAKES_TOKENS_AS_WEIGHTS and versions == 1 and fits_weight(a_VKI, x_MI):
-        hidden_MC = transposed_product(x_MI, a_VKI[0, ...]).T
-    else:
-        hidden_MC = x_MI @ a_VKI.flatten(0, 1).T
+    hidden_MC = x_MI @ a_VKI.flatten(0, 1).T
     if versions > 1:
         is_own_MV1 = (versions_M[:, None] == mx.arange(versions, dtype=mx.int32))[:, :, None]
         hidden_MVK = hidden_MC.reshape(-1, versions, columns)

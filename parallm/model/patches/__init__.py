@@ -14,7 +14,11 @@
 | `_gather_sort` of `switch_layers` | `experts.py` | the row of each token that experts compute |
 | `SwitchLinear` modules | `lora/targets.py`, `lora/linear.py` | LoRA on experts |
 | `cast_predicate` of models | `quantized.py` | arrays that keep their type |
+| `gated_delta_update`, `ssm_update` of models' modules | `recurrence.py` | chunks with a backward, packed rows |
+| depthwise `nn.Conv1d` modules of models with states | `recurrence.py` | the same |
+| `__call__` of layers that take a cache, in models with states | `recurrence.py` | packed rows as one row |
 | `KVCache` of a layer | `engine/kv/cache.py`, `learner/passes/packing.py` | slots, packed sequences |
+| `ArraysCache`, `CacheList` of a layer | `learner/passes/packing.py` | packed sequences |
 | the trunk's list `layers` | `learner/passes/` | gradient checkpointing; a last layer of fewer tokens |
 | `TokenizerWrapper`, `TextStateMachine` | `chat/` | the tokenizer inside; reasoning and tool calls |
 | `mlx_lm.utils._download` | `load.py` | hub ids |

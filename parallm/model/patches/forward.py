@@ -22,7 +22,6 @@ from parallm.model.attention import attention
 from parallm.model.kernels.add_norm import add_norm, fits
 from parallm.model.kernels.cuda import VECTOR_BYTES, has_kernels
 from parallm.model.kernels.gather import take_rows
-from parallm.model.kernels.segmented_lora import ShrinkOutput
 from parallm.model.kernels.swiglu import fused_swiglu
 from parallm.model.logprobs import is_slow, sigmoid
 from parallm.model.quantized import UnpackingEmbedding
@@ -163,14 +162,12 @@ class ResidualSum:
 
     parts_SBTH: mx.array
     before_BTH: mx.array
-    lora: ShrinkOutput | None = None
-    """LoRA that has not been added to the parts."""
     value_BTH: mx.array | None = None
     """The stream from the kernel of its norm, once that was asked for: whoever adds to the stream reads this one."""
 
     def normed(self, weight_H: mx.array, eps: float) -> mx.array:
         """RMSNorm of the stream, (B, T, H)."""
-        self.value_BTH, normed_BTH = add_norm(self.parts_SBTH, self.before_BTH, weight_H, eps, self.lora)
+        self.value_BTH, normed_BTH = add_norm(self.parts_SBTH, self.before_BTH, weight_H, eps)
         return normed_BTH
 
 
@@ -189,21 +186,15 @@ class FusedAdd(mx.array):
     """`value`, until another array of its shape and type is added to it: then `added_to` of that array.
 
     mlx-lm's layers end with `x + self.mlp(...)`, and one kernel does both: Python asks the operand of the derived class
-    first. With `parts` (S, B, T, H), whose sum and `lora` is `value`, the norm after that add can be part of the
-    kernel, too.
+    first. With `parts` (S, B, T, H), whose sum is `value`, the norm after that add can be part of the kernel, too.
     """
 
     def __init__(
-        self,
-        value: mx.array,
-        added_to: Callable[[mx.array], mx.array],
-        parts: mx.array | None = None,
-        lora: ShrinkOutput | None = None,
+        self, value: mx.array, added_to: Callable[[mx.array], mx.array], parts: mx.array | None = None
     ) -> None:
         super().__init__(value)
         self._added_to = added_to
         self._parts = parts
-        self._lora = lora
 
     def __radd__(self, other: Any) -> mx.array:
         if isinstance(other, mx.array) and other.shape == self.shape and other.dtype == self.dtype:
@@ -212,7 +203,7 @@ class FusedAdd(mx.array):
                     other = value
             total = self._added_to(other)
             if self._parts is not None and fits(self._parts, other):
-                set_origin(total, ResidualSum(parts_SBTH=self._parts, before_BTH=other, lora=self._lora))
+                set_origin(total, ResidualSum(parts_SBTH=self._parts, before_BTH=other))
             return total
         return super().__radd__(other)
 

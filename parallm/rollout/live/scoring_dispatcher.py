@@ -105,6 +105,11 @@ class ScoringDispatcher:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
+    @property
+    def is_scoring(self) -> bool:
+        """Whether a scoring function is at work on a trajectory."""
+        return bool(self._tasks)
+
     async def close(self) -> None:
         """Cancel the calls under way."""
         for task in self._tasks:

@@ -6,6 +6,7 @@ The server records completions and rewards; `ClientTrainer` takes the groups and
 import asyncio
 import dataclasses
 import json
+import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -184,6 +185,18 @@ class LiveSource:
         self._num_stale += len(stale)
         now = self._buffer.now
         return self._grouping.is_enough(self._grouping.recorded_groups(self._buffer, now), now)
+
+    def missing(self) -> str:
+        """Why no step begins unless clients send more; empty if time or a scoring function may bring one about."""
+        groups = self._grouping.recorded_groups(self._buffer, math.inf)
+        if self._dispatcher.is_scoring or self._grouping.is_enough(groups, math.inf):
+            return ""
+        report = self.report()
+        return (
+            f"no step can begin: {report.num_waiting + report.num_rewarded} trajectories wait, {report.num_rewarded} "
+            "of them with a reward, and a step needs rewards that differ; send completions with collect_trajectory and "
+            "their rewards first, or `trajectories` with this request"
+        )
 
     def take(self, step: int) -> StepBatch:
         """Return the groups of `step`, after `is_ready`, and reserve them."""

@@ -16,8 +16,9 @@ from starlette.responses import PlainTextResponse, Response
 from parallm.errors import InvalidRequest, Unavailable
 from parallm.model.adapters.names import is_number, versioned
 from parallm.server.catalog import served_policy, version_called
-from parallm.server.connection import body_of, is_form, json_response, read_body, read_form, received
+from parallm.server.connection import body_of, is_form, json_response, read_form, received, uploaded
 from parallm.server.interfaces import Adapters
+from parallm.server.operation.request_context import note_values
 from parallm.server.schemas import MAX_INT, Done, Wire, checked, read_object
 from parallm.server.service import Service
 from parallm.types import POLICY, AdapterCard, TaskSpec
@@ -92,7 +93,8 @@ def adapter_routes(service: Service) -> APIRouter:
     @router.put("/v1/adapters/{name}")
     async def upload(name: str, http: Request) -> Response:
         """Take a zip archive of adapter_config.json and the weights as the next version of a name, and serve it."""
-        return json_response(entry(await store(given).upload(name, await adapter_body(service, http))))
+        async with uploaded(service, http) as content:
+            return json_response(entry(await store(given).upload(name, content)))
 
     @router.delete("/v1/adapters/{model}")
     async def unload(model: str) -> Response:
@@ -121,7 +123,9 @@ def adapter_routes(service: Service) -> APIRouter:
     async def roll_back(http: Request) -> Response:
         """Let the bare name mean the version below the one it means; of a policy at last the base."""
         body = await body_of(service, http, RollBackBody)
-        return json_response(NameMeans(name=body.name, version=await store(given).roll_back(body.name)))
+        version = await store(given).roll_back(body.name)
+        note_values({"name": body.name, "version": version})
+        return json_response(NameMeans(name=body.name, version=version))
 
     @router.post("/v1/adapters/aliases")
     async def set_alias(http: Request) -> Response:
@@ -139,7 +143,8 @@ def adapter_routes(service: Service) -> APIRouter:
     @router.post("/update_adapter_weights")
     async def update(http: Request) -> Response:
         """The served version of `?name=` with the tensors of this safetensors body, as its next version."""
-        return json_response(entry(await store(given).update(name_of(http), await adapter_body(service, http))))
+        async with uploaded(service, http) as content:
+            return json_response(entry(await store(given).update(name_of(http), content)))
 
     return router
 
@@ -171,13 +176,10 @@ async def unload_model(service: Service, adapters: Adapters, model: str) -> None
 
 def name_of(http: Request) -> str:
     name = http.query_params.get("name", "")
+    note_values({"name": name or None})
     if not name:
         raise InvalidRequest("the name of the adapter is missing; add ?name=NAME to the path", "name")
     return name
-
-
-async def adapter_body(service: Service, http: Request) -> bytes:
-    return await read_body(http, service.settings.max_adapter_bytes, "server.max_adapter_bytes")
 
 
 Body = TypeVar("Body", bound=Wire)
@@ -277,6 +279,7 @@ def adapter_alias_routes(service: Service) -> APIRouter:
     async def load(http: Request) -> Response:
         """`POST /v1/adapters/load`; without a name the policy that is served moves to the adapter."""
         value = _with_own_names(await received(service, http, read_object))
+        note_values({name: value.get(name) for name in ("name", "path")})
         if value.get("name") is not None:
             body = checked(value, LoadBody, FOREIGN_FIELDS)
             return json_response(entry(await store(given).load(body.name, body.path)))
@@ -287,10 +290,13 @@ def adapter_alias_routes(service: Service) -> APIRouter:
     async def upload(http: Request) -> Response:
         """`PUT /v1/adapters/{name}`, with `?name=`; or a form with the file, whose adapter the policy moves to."""
         if not is_form(http):
-            return json_response(entry(await store(given).upload(name_of(http), await adapter_body(service, http))))
-        form = await read_form(http, service.settings.max_adapter_bytes, "server.max_adapter_bytes")
-        name = checked(_with_own_names(form.fields), UploadFields).name or http.query_params.get("name")
-        card = await _uploaded(store(given), name or _only_policy(service), form.content)
+            async with uploaded(service, http) as content:
+                return json_response(entry(await store(given).upload(name_of(http), content)))
+        with service.uploads.reserve() as grow:
+            form = await read_form(http, service.settings.max_adapter_bytes, "server.max_adapter_bytes", grow=grow)
+            name = checked(_with_own_names(form.fields), UploadFields).name or http.query_params.get("name")
+            note_values({"name": name})
+            card = await _uploaded(store(given), name or _only_policy(service), form.content)
         return _moved(card, form.file_name) if name is None else json_response(entry(card))
 
     @router.post("/model/switch-lora")
@@ -331,7 +337,9 @@ def _moved(card: AdapterCard, source: str) -> Response:
 
 async def _body(service: Service, http: Request, schema: type[Body]) -> Body:
     value = await received(service, http, read_object)
-    return checked(_with_own_names(value), schema, FOREIGN_FIELDS)
+    body = checked(_with_own_names(value), schema, FOREIGN_FIELDS)
+    note_values(body.model_dump(exclude_unset=True))
+    return body
 
 
 def _with_own_names(value: Mapping[str, Any]) -> dict[str, Any]:

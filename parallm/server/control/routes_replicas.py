@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from parallm.errors import Unavailable
-from parallm.server.connection import body_of, json_response, read_body
+from parallm.server.connection import body_of, json_response, uploaded
 from parallm.server.control.replica_schemas import JoinBody, LeaveBody, SampleBody, SampledCompletion
 from parallm.server.failures import Draining, failure_of
 from parallm.server.generation import EventStream, encode_events
@@ -36,8 +36,8 @@ def replica_routes(service: Service) -> APIRouter:
     @router.put("/v1/replica/versions/{version}")
     async def receive(version: int, session: str, http: Request) -> Response:
         """Take one version of the policy as safetensors, under the trainer's own number."""
-        content = await read_body(http, service.settings.max_adapter_bytes, "server.max_adapter_bytes")
-        return json_response(await _host(service).receive(session, version, content))
+        async with uploaded(service, http) as content:
+            return json_response(await _host(service).receive(session, version, content))
 
     @router.post("/v1/replica/generate")
     async def generate(http: Request) -> Response:

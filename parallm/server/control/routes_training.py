@@ -23,6 +23,7 @@ from parallm.server.connection import body_of, json_response, received, while_co
 from parallm.server.interfaces import Tokenizer, Training
 from parallm.server.openai.completion_schemas import WeightVersions
 from parallm.server.openai.translate import MIN_TEMPERATURE
+from parallm.server.operation.request_context import note_values
 from parallm.server.request_limits import check_items, check_text, too_long
 from parallm.server.schemas import FIRST_FAULT, MAX_INT, Tokens, Wire, is_tokens, parse_body
 from parallm.server.service import Service
@@ -231,6 +232,7 @@ def training_routes(service: Service) -> APIRouter:
     async def update(http: Request) -> Response:
         """Train on these trajectories after the present step; without any, wait for one more step."""
         body, trajectories = await received(service, http, partial(_parse_update, service))
+        note_values({**body.model_dump(exclude_unset=True, exclude={"trajectories"}), **_number_of(trajectories)})
         if trajectories is None:
             return await _step(service, http, training(given), body)
         return await _train_on(service, http, training(given), body, trajectories)
@@ -270,6 +272,10 @@ def _parse_update(service: Service, text: bytes) -> tuple[UpdateBody, list[Given
         parse_trajectory(trajectory, index, tokenizer, max_context)
         for index, trajectory in enumerate(body.trajectories)
     ]
+
+
+def _number_of(trajectories: Sequence[GivenTrajectory] | None) -> dict[str, int]:
+    return {} if trajectories is None else {"trajectories": len(trajectories)}
 
 
 async def _step(service: Service, http: Request, trainers: Training, body: UpdateBody) -> Response:

@@ -1,6 +1,7 @@
 """`/v1/files`: uploads that go to the disk as they come, lists, contents."""
 
 import asyncio
+from collections.abc import Callable
 from functools import partial
 
 from fastapi import APIRouter
@@ -11,10 +12,12 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
 from parallm.errors import InvalidRequest
+from parallm.jobs.jobs import Jobs
 from parallm.jobs.records import Purpose
-from parallm.server.connection import MAX_FIELD_BYTES, MAX_FIELDS, bounded_chunks, is_form, json_response
+from parallm.server.connection import MAX_FIELD_BYTES, MAX_FIELDS, bounded_chunks, counted, is_form, json_response
 from parallm.server.jobs.access import check_query, jobs_of, owner, read_limit, visible_to
 from parallm.server.jobs.schemas import FileDeleted, FileList, listed
+from parallm.server.request_limits import BodyBudget
 from parallm.server.service import Service
 
 UPLOADED: tuple[Purpose, ...] = ("fine-tune", "batch")
@@ -26,12 +29,25 @@ EXPIRES = ("expires_after[anchor]", "expires_after[seconds]")
 
 def file_routes(service: Service) -> APIRouter:
     router = APIRouter()
+    uploads = None if service.jobs is None else BodyBudget(service.jobs.settings.max_stored_bytes, "uploaded files")
 
     @router.post("/v1/files")
     async def upload(http: Request) -> Response:
         """Store a file: lines of training data (`purpose=fine-tune`) or the requests of a batch (`purpose=batch`)."""
         jobs = jobs_of(service)
-        form = await _read_form(http, jobs.settings.max_file_bytes)
+        assert uploads is not None, "jobs_of has found some"
+        stored = await asyncio.to_thread(jobs.files.num_bytes)
+        with uploads.reserve(stored) as grow:
+
+            def check(num_bytes: int) -> None:
+                size = max(0, num_bytes - FRAME_BYTES)
+                jobs.files.check_place(size, stored)
+                grow(size)
+
+            return await store(jobs, http, check)
+
+    async def store(jobs: Jobs, http: Request, check: Callable[[int], None]) -> Response:
+        form = await _read_form(http, jobs.settings.max_file_bytes, check)
         try:
             file = form.get("file")
             if not isinstance(file, UploadFile):
@@ -93,11 +109,12 @@ def answer(record: BaseModel) -> Response:
     return Response(record.model_dump_json(), media_type="application/json")
 
 
-async def _read_form(http: Request, max_bytes: int) -> FormData:
-    """Read a form; its file is on the disk, as a temporary one. Raises BodyTooLarge, BodyTooSlow."""
+async def _read_form(http: Request, max_bytes: int, check: Callable[[int], None]) -> FormData:
+    """Read a form; its file is on the disk, as a temporary one. Raises BodyTooLarge, BodyTooSlow, and what `check` of
+    the bytes so far raises."""
     if not is_form(http):
         raise InvalidRequest("send multipart/form-data with the parts file and purpose", "file")
-    chunks = bounded_chunks(http, max_bytes + FRAME_BYTES, "jobs.max_file_bytes")
+    chunks = counted(bounded_chunks(http, max_bytes + FRAME_BYTES, "jobs.max_file_bytes"), check)
     parser = MultiPartParser(http.headers, chunks, max_files=1, max_fields=MAX_FIELDS, max_part_size=MAX_FIELD_BYTES)
     try:
         return await parser.parse()

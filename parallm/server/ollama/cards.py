@@ -13,7 +13,8 @@ from typing import Any
 from pydantic import Field
 
 from parallm.errors import ModelError, Unavailable, UnknownModel
-from parallm.model.gguf.file import is_gguf, read_gguf
+from parallm.model.gguf.file import is_gguf
+from parallm.model.gguf.parts import read_parts
 from parallm.registry.discovery import TASKS, chat_template, tensor_headers
 from parallm.registry.records import Model, Named, Overlay
 from parallm.server.catalog import card_of, model_names
@@ -274,7 +275,7 @@ def tensors_of(model: Model) -> list[Tensor]:
     path = Path(model.folder)
     try:
         if is_gguf(path):
-            found = read_gguf(path).tensors.items()
+            found = read_parts(path).tensors.items()
             return [Tensor(name=name, type=tensor.kind.name, shape=list(tensor.shape)) for name, tensor in found]
         headers = tensor_headers(path)
     except (OSError, ValueError, ModelError) as error:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from parallm.errors import InvalidRequest, ParallmError, UnknownModel
+from parallm.model.gguf.parts import part_paths
 from parallm.registry.records import Overlay
 from parallm.server.catalog import model_names
 from parallm.server.interfaces import Models
@@ -138,11 +139,17 @@ async def _overlay(service: Service, models: Models, body: OllamaCreateBody) -> 
 
 
 def _gguf_file(files: dict[str, str]) -> str:
-    """Return the name of a model that is one file; empty for one that is a folder."""
-    names = [name for name in files if name.lower().endswith(".gguf")]
-    if names and len(files) > 1:
-        raise InvalidRequest(f"a model in GGUF is one file, and files has {len(files)}", "files")
-    return names[0] if names else ""
+    """Return the name of a GGUF model's file, or of its first part; empty for a model that is a folder."""
+    names = sorted(name for name in files if name.lower().endswith(".gguf"))
+    if not names:
+        return ""
+    parts = [str(part) for part in part_paths(Path(names[0]))]
+    if sorted(files) != parts:
+        raise InvalidRequest(
+            f"a model in GGUF is one file, or NAME-00001-of-0000N.gguf and all its other parts; files has {len(files)}",
+            "files",
+        )
+    return names[0]
 
 
 def _checked_adapter(files: dict[str, str]) -> dict[str, str]:

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from parallm.errors import InvalidRequest, Unavailable, UnknownModel
 from parallm.server.catalog import model_names
-from parallm.server.connection import bounded_chunks, json_response, received, while_connected
+from parallm.server.connection import bounded_chunks, counted, json_response, received, while_connected
 from parallm.server.failures import failure_of
 from parallm.server.generation import EventStream
 from parallm.server.interfaces import Models
@@ -22,6 +22,7 @@ from parallm.server.ollama.pull import Progress, Pulls, hub_id_of
 from parallm.server.ollama.routes_generate import LINES
 from parallm.server.ollama.routes_models import asked_name
 from parallm.server.ollama.schemas import OllamaError, object_of
+from parallm.server.request_limits import MAX_UPLOADS, BodyBudget
 from parallm.server.schemas import ModelName, Wire, checked
 from parallm.server.service import Service
 
@@ -45,6 +46,7 @@ class OllamaPullBody(OllamaDeleteBody):
 
 def catalogue_routes(service: Service) -> APIRouter:
     router, pulls = APIRouter(route_class=OllamaRoute), Pulls()
+    blobs = BodyBudget(MAX_UPLOADS * service.settings.max_blob_bytes, "uploaded blobs")
 
     @router.post("/api/copy")
     async def copy(http: Request) -> Response:
@@ -81,7 +83,9 @@ def catalogue_routes(service: Service) -> APIRouter:
         path = blob_path(_models(service).folder, digest)
         if path.is_file():
             return Response(status_code=200)
-        await store_blob(path, bounded_chunks(http, service.settings.max_blob_bytes, "server.max_blob_bytes"))
+        with blobs.reserve() as grow:
+            chunks = bounded_chunks(http, service.settings.max_blob_bytes, "server.max_blob_bytes")
+            await store_blob(path, counted(chunks, grow))
         return Response(status_code=201)
 
     @router.post("/api/create")

@@ -38,12 +38,20 @@ class RequestContext:
     """Ends the running work for this request with the error `Draining`."""
     is_given_up: bool = False
     """Set with `give_up`, for the next of several pieces of work."""
+    is_watching: bool = False
+    """Whether this is a stream without an end of its own."""
     route: str | None = None
     """Path of the route, with its parameters by name."""
     api_key: str | None = None
     """Name of the key."""
     api_role: KeyRole | None = None
     """Role of the key."""
+    act: str | None = None
+    """Kind of the act that the request asks for, if it changes anything but its own answer."""
+    values: dict[str, object] = field(default_factory=dict)
+    """What an act is about: parameters of the path, fields of the body."""
+    refusal: str = ""
+    """Message of the error that was answered."""
     model: str | None = None
     num_prompt_tokens: int = 0
     num_completion_tokens: int = 0
@@ -57,6 +65,14 @@ class RequestContext:
 current_request: ContextVar[RequestContext | None] = ContextVar("current_request", default=None)
 request_traffic: ContextVar[TrafficClass] = ContextVar("request_traffic", default="serving")
 """Class of the completions that the present request asks for: `rollout` where nobody waits for its answer."""
+
+
+def note_values(values: Mapping[str, object]) -> None:
+    """Add fields to what the present request is about, if it is an act. Those without a value are left out."""
+    context = current_request.get()
+    if context is not None and context.act is not None:
+        context.values |= {name: value for name, value in values.items() if value is not None}
+
 
 request_log = logging.getLogger("parallm.requests")
 request_log.propagate = False  # one line a request is too much for the log of a run

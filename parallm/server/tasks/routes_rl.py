@@ -17,7 +17,7 @@ from starlette.responses import Response
 from parallm.errors import InvalidRequest, Unavailable
 from parallm.model.adapters.names import versioned
 from parallm.seeds import mix_all
-from parallm.server.connection import json_response, read_body, received, while_connected
+from parallm.server.connection import json_response, received, uploaded, while_connected
 from parallm.server.interfaces import Actor
 from parallm.server.schemas import Done, ModelName, Wire, parse_body
 from parallm.server.service import Service
@@ -140,8 +140,8 @@ def rl_routes(service: Service) -> APIRouter:
     async def publish(name: str, http: Request) -> Response:
         """Take a safetensors file, whose metadata has the text of its config.json as `config`, as the next version of a
         policy net, and serve it; without `config` it is a net as the one before."""
-        weights = await read_body(http, service.settings.max_adapter_bytes, "max_adapter_bytes")
-        return json_response(policy_entry(await actor_of(service).publish(name, weights)))
+        async with uploaded(service, http) as weights:
+            return json_response(policy_entry(await actor_of(service).publish(name, weights)))
 
     @router.delete("/v1/rl/policies/{model}")
     async def unload(model: str) -> Response:

@@ -170,3 +170,38 @@ def test_padding_is_seen_by_nobody(load_tiny: Callable[[str], SharedModel]) -> N
     found, expected = attention(planted, None, layer), attention(embedded, None, layer)
     assert mx.array_equal(found[: flat().size], expected[: flat().size]).item()
     assert mx.all(mx.isfinite(found)).item()
+
+
+PACKED_HYBRIDS = (
+    *("qwen3_5", "qwen3_5_moe", "qwen3_next", "olmo_hybrid"),
+    *("mamba2", "nemotron_h", "granitemoehybrid", "falcon_h1"),
+    *("lfm2", "lfm2_moe"),
+)
+UNPACKED_HYBRIDS = {
+    "kimi_linear": "latent attention with masks of its own",
+    "bailing_hybrid": "latent attention with masks of its own",
+    "plamo2": "attention without mlx-lm's function",
+    "mamba": "a recurrence of its own",
+    "jamba": "a recurrence of its own",
+    "rwkv7": "tokens shifted by itself",
+    "bailing_moe_linear": "a recurrence of its own",
+    "baichuan_m1": "keys and values mixed by itself",
+}
+
+
+@pytest.mark.parametrize("architecture", PACKED_HYBRIDS)
+def test_packed_rows_of_hybrids_begin_with_the_states_after_their_prompts(
+    architecture: str, load_tiny: Callable[[str], SharedModel]
+) -> None:
+    model = load_tiny(architecture)
+    assert can_pack(model)
+    expected = one_by_one(model)
+    difference = mx.linalg.norm(packed_hidden(model, flat(), SEGMENTS, None) - expected) / mx.linalg.norm(expected)
+    assert difference.item() <= 1e-5
+
+
+@pytest.mark.parametrize("architecture", UNPACKED_HYBRIDS)
+def test_other_hybrids_are_seen_to_give_other_numbers(
+    architecture: str, load_tiny: Callable[[str], SharedModel]
+) -> None:
+    assert not can_pack(load_tiny(architecture))

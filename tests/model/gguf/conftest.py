@@ -34,17 +34,19 @@ def permuted(weight: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
 @pytest.fixture
 def write_llama(tmp_path: Path) -> Write:
     """Writes the folder of a llama, by default nano, as a GGUF file; `kind` is the type of its matrices, `change` gets
-    the writer before anything is written."""
+    the writer before anything is written. With `tensors_of_part` it is in several files, of which the first is
+    returned."""
 
     def write(
         folder: Path = NANO,
         name: str = "model.gguf",
         kind: GGMLQuantizationType | None = None,
         change: Callable[[gguf.GGUFWriter], object] = lambda _: None,
+        tensors_of_part: int = 0,
     ) -> Path:
         path = tmp_path / name
         config = json.loads((folder / "config.json").read_text())
-        writer = gguf.GGUFWriter(path, "llama")
+        writer = gguf.GGUFWriter(path, "llama", split_max_tensors=tensors_of_part)
         for key, value in KEYS.items():
             getattr(writer, f"add_{value}")(config[key])
         add_tokenizer(writer, folder)
@@ -63,7 +65,7 @@ def write_llama(tmp_path: Path) -> Write:
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
-        return path
+        return path.with_name(f"{path.stem}-00001-of-{len(writer.tensors):05}.gguf") if tensors_of_part else path
 
     return write
 

@@ -18,7 +18,16 @@ from parallm.model.gguf.file import KINDS, Kind, Tensor, read_gguf
 NUM_BLOCKS = 10_000
 SHAPES = (1, 16, 625)
 """Outputs that the blocks are arranged in."""
-HALVES = {"Q6_K": (208,), "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "MXFP4": ()}
+HALVES = {
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q6_K": (208,),
+    "Q4_1": (0, 2),
+    "Q5_1": (0, 2),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "MXFP4": (),
+}
 """Where blocks have float16 numbers; others begin with one."""
 BY_NAME = {kind.name: kind for kind in KINDS.values()}
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # in gguf-py
@@ -94,7 +103,15 @@ def test_float16_scales_would_not_be_exact(name: str, record_property: Callable[
 
 
 @pytest.mark.parametrize(
-    ("name", "at", "value"), [("Q4_0", 1, 0x7C), ("Q5_K", 3, 0xFE), ("Q6_K", 209, 0x7E), ("MXFP4", 0, 255)]
+    ("name", "at", "value"),
+    [
+        ("Q4_0", 1, 0x7C),
+        ("Q5_K", 3, 0xFE),
+        ("Q6_K", 209, 0x7E),
+        ("MXFP4", 0, 255),
+        ("Q2_K", 83, 0x7C),
+        ("Q3_K", 109, 0xFC),
+    ],
 )
 def test_scales_that_are_no_numbers_are_refused(name: str, at: int, value: int) -> None:
     data = random_blocks(BY_NAME[name], seed=0)
@@ -113,21 +130,20 @@ def test_q8_0_is_written_as_gguf_py_writes_it() -> None:
 
 @pytest.mark.cpu
 def test_mlx_does_not_multiply_in_groups_of_sixteen_so_these_are_unpacked() -> None:
-    assert "Q6_K" not in PACKED
+    assert not PACKED.keys() & {"Q2_K", "Q3_K", "Q6_K"}
     words, scales = mx.zeros((64, 32), mx.uint32), mx.ones((64, 16))
     with pytest.raises(RuntimeError, match="group size must be 32"):
         mx.eval(mx.quantized_matmul(mx.ones((3, 256)), words, scales, scales, True, 16, 4))
 
 
-def test_the_file_of_a_type_that_is_not_read_names_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [kind for kind in GGMLQuantizationType if kind.name not in BY_NAME])
+def test_the_file_of_a_type_that_is_not_read_names_it(kind: GGMLQuantizationType, tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "x.gguf", "llama")
-    kind = GGMLQuantizationType.IQ4_XS
-    writer.add_tensor("output.weight", np.zeros((4, 136), np.uint8), raw_dtype=kind)
+    _, nbytes = gguf.GGML_QUANT_SIZES[kind]
+    writer.add_tensor("output.weight", np.zeros((4, nbytes), np.uint8), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(
-        ModelError, match=r"'output.weight' is of the type IQ4_XS.*choose a file of the types F32, .*MXFP4"
-    ):
+    with pytest.raises(ModelError, match=f"'output.weight' is of the type {kind.name},.*of the types F32, .*MXFP4"):
         read_gguf(tmp_path / "x.gguf")

@@ -17,6 +17,7 @@ from gguf import GGMLQuantizationType
 from parallm.errors import ModelError
 from parallm.model.gguf.file import read_gguf
 from parallm.model.gguf.folder import describe
+from parallm.model.gguf.parts import part_paths, read_parts
 from parallm.model.load import find_folder, load_base
 
 NUM_MUTANTS, NUM_IN_FIGURES = 300, 5000
@@ -70,15 +71,15 @@ def outcome(path: Path, limit: int) -> str:
     return "loaded"
 
 
-def refusal(path: Path, read: Callable[[], object]) -> str | None:
-    """What a ModelError says, which names the file."""
+def refusal(path: Path, read: Callable[[], object], other: Path | None = None) -> str | None:
+    """What a ModelError says, which names the file, or the other part of its model."""
     try:
         read()
     except ModelError as error:
         reason = str(error)
     else:
         return None
-    assert str(path) in reason
+    assert str(path) in reason or str(other) in reason
     return reason
 
 
@@ -128,6 +129,19 @@ def test_damaged_files_are_refused_or_are_models(sources: list[Path], tmp_path: 
     found = try_mutants(sources, NUM_MUTANTS, tmp_path)
     assert found["refused"] > NUM_MUTANTS / 2
     assert found["loaded"] >= 1, "some damages change a text alone"
+
+
+def test_damages_of_a_later_part_are_refused_or_are_models(write_llama: Write, tmp_path: Path) -> None:
+    first = write_llama(kind=GGMLQuantizationType.Q4_0, tensors_of_part=20)
+    second = part_paths(first)[1]
+    content, start, found = second.read_bytes(), start_of_data(second), Counter[str]()
+    for mutant in mutants(content, start, 100, 0):
+        second.write_bytes(mutant)
+        reason = refusal(second, lambda: describe(read_parts(first)), first)
+        found["refused" if reason or refusal(second, lambda: compute(first), first) else "loaded"] += 1
+    assert found["refused"] > 50
+    second.write_bytes(content)
+    compute(first)
 
 
 @pytest.mark.robustness

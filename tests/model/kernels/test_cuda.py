@@ -1,5 +1,6 @@
 """Launches of kernels, without a GPU; and arrays that are made once."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -110,3 +111,35 @@ def test_numbers_of_another_type_are_others() -> None:
 
 def test_rows_of_numbers() -> None:
     assert interned_array(((0, -1), (2, 3)), mx.int32).tolist() == [[0, -1], [2, 3]]
+
+
+@pytest.fixture
+def kernels_are_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Code of every kernel, and MLX's cache."""
+    monkeypatch.setattr(cuda, "architecture", lambda: "sm_90")
+    monkeypatch.setattr(cuda, "cubin", lambda name, defines, target: f"{name} {defines}".encode())
+    monkeypatch.setattr(cuda, "_kernel", cuda._kernel.__wrapped__)
+    monkeypatch.setenv("MLX_PTX_CACHE_DIR", str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.parametrize("answer", [[0.73105858], [0.0], RuntimeError("no such module")])
+def test_launches_give_a_few_bytes_where_mlx_finds_the_code_by_them(
+    answer: list[float] | Exception, kernels_are_made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`answer`: of MLX to the first launch that gives nothing but the bytes."""
+
+    def launch(**arguments: Any) -> list[mx.array]:
+        if isinstance(answer, Exception):
+            raise answer
+        return [mx.full(arguments["output_shapes"][0], answer[0])]
+
+    monkeypatch.setattr(mx.fast, "precompiled_cuda_kernel", launch)
+    monkeypatch.setattr(cuda, "_finds_modules", cuda._finds_modules.__wrapped__)
+    code = cuda.kernel("gather_rows").code
+    is_found = answer == [0.73105858]
+    assert (code == b"gather_rows ()") is not is_found
+    assert code is not None
+    if is_found:
+        assert len(code) < 40
+        assert b"gather_rows ()" in {path.read_bytes() for path in kernels_are_made.glob("gather_rows_*.ptx")}

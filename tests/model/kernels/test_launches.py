@@ -39,7 +39,6 @@ from parallm.model.kernels.token_draw import draw_tokens, score_tokens
 from parallm.model.kernels.token_filter import ends_by_kernel, weights_by_kernel
 from parallm.model.kernels.unpack import unpack_weights
 from parallm.model.logprobs import softmax_of
-from parallm.model.lora import segmented
 from parallm.model.lora.segmented import add_products, order_rows
 from tests.model.kernels.test_compiler import NAMES, needs_nvrtc
 from tests.model.lora.test_segmented import random_versions
@@ -217,10 +216,6 @@ def normalize(dtype: mx.Dtype, *, size: int, splits: int) -> None:
     parts, stream = mx.zeros((splits, 5, 1, size), half if splits == 1 else mx.float32), mx.zeros((5, 1, size), half)
     assert add_norm.fits(parts, stream)
     add_norm.add_norm(parts, stream, mx.ones(size, half), 1e-5)
-    versions = random_versions(64, [size], [16], 2, half)
-    order_B2, hidden_PBTK = order_rows([0, 1, 0, 1, -1], 2), mx.zeros((2, 5, 1, 32))
-    lora = ShrinkOutput(weights=versions.weights, order_B2=order_B2, hidden_PBTK=hidden_PBTK)
-    add_norm.add_norm(parts, stream, mx.ones(size, half), 1e-5, lora)
 
 
 def copy(dtype: mx.Dtype) -> None:
@@ -314,7 +309,6 @@ FACES: dict[str, Face] = {
     "sum over ranks": sum_over_ranks,
     "take": take,
     "unpack": unpack,
-    "multiply tokens by A": lambda dtype: multiply_tokens(dtype, widths=[64]),
     "multiply tokens by A and join B": lambda dtype: multiply_tokens(dtype, widths=[64, 32, 32]),
     "multiply packed": lambda dtype: multiply_packed(dtype, rows=1),
     "multiply packed, small groups": lambda dtype: multiply_packed(dtype, rows=32, outputs=28672, group=32),
@@ -370,9 +364,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
     ):
         monkeypatch.setattr(module, "has_kernels", lambda: True)
     monkeypatch.setattr(small_batch_gemm, "architecture", lambda: "sm_90")
-    monkeypatch.setattr(segmented, "TAKES_TOKENS_AS_WEIGHTS", True)
     monkeypatch.setattr(cuda, "target", lambda: "sm_90a")
     monkeypatch.setattr(cuda, "cubin", compile_nothing)
+    monkeypatch.setattr(cuda, "_finds_modules", lambda: False)
     monkeypatch.setattr(mx.fast, "precompiled_cuda_kernel", launch)
     cuda._kernel.cache_clear()
     yield told

@@ -194,7 +194,6 @@ def test_a_row_gets_the_same_numbers_whatever_rows_are_beside_it() -> None:
 
 
 def test_other_products_are_left_to_mlx(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "ON_TENSOR_CORES", True)
     monkeypatch.setattr(module, "has_kernels", lambda: True)
     monkeypatch.setattr(module, "architecture", lambda: "sm_90")
     layer, x = random_layer(256, 64, 64, mx.bfloat16), mx.zeros((4, 1, 256), mx.bfloat16)

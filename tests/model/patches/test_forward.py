@@ -68,9 +68,7 @@ def layers(stream_BTH: mx.array, parts: list[mx.array], norm: nn.RMSNorm, *, is_
 def test_a_residual_add_and_its_norm_are_one_kernel(num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[tuple[mx.array, mx.array]] = []
 
-    def add_norm(
-        parts_SBTH: mx.array, stream_BTH: mx.array, weight_H: mx.array, eps: float, _: None
-    ) -> tuple[mx.array, ...]:
+    def add_norm(parts_SBTH: mx.array, stream_BTH: mx.array, weight_H: mx.array, eps: float) -> tuple[mx.array, ...]:
         total_BTH = stream_BTH + parts_SBTH.sum(axis=0)
         launched.append((stream_BTH, total_BTH))
         return total_BTH, mx.fast.rms_norm(total_BTH, weight_H, eps)

@@ -47,6 +47,18 @@ def test_a_step_is_ready_when_enough_groups_of_a_prompt_have_their_rewards(sourc
     assert not source.is_ready(0, 0)
 
 
+def test_what_is_missing_for_a_step_is_told_unless_time_brings_it(source: LiveSource, record: Record) -> None:
+    assert "0 trajectories wait, 0 of them with a reward" in source.missing()
+    record(source, "1a", prompt=1, reward=1.0)
+    record(source, "1b", prompt=1)
+    assert "2 trajectories wait, 1 of them with a reward" in source.missing()
+    source.reward("1b", 1.0)
+    assert "rewards that differ" in source.missing()
+    source.reward("1b", 0.0)
+    assert not source.is_ready(0, 0)  # a second group is to come, for which a step waits `wait_seconds` at most
+    assert source.missing() == ""
+
+
 def test_groups_without_signal_are_reported_and_do_not_count(source: LiveSource, record: Record) -> None:
     for place, prompt in enumerate((1, 2, 3)):
         record(source, f"{prompt}a", prompt=prompt, reward=1.0)

@@ -1,0 +1,125 @@
+"""The gated delta rule (https://arxiv.org/abs/2412.06464) in chunks, with its own backward.
+
+    S_t = a_t S_{t-1} + b_t (v_t - a_t S_{t-1} k_t) k_t^T        o_t = S_t q_t
+
+The gate a_t is one number per head, or one per key channel (Kimi Delta Attention, https://arxiv.org/abs/2510.26692). In
+a chunk with G_t the sum of log a up to t, and D_ti = exp(G_t - G_i):
+
+    L = tril(b_t D_ti (k_t . k_i), -1)        V, W = (I + L)^-1 (b v), (I + L)^-1 (b exp(G) k)
+    P = tril(D_ti (q_t . k_i))        Q = exp(G) q        K = exp(G_C - G) k        g = exp(G_C)
+
+which `scan` takes. Gradients reach gates through log a, which are finite where a is zero.
+
+Axes: M tokens, R rows, N chunks, C tokens of a chunk, Hk, Hv key and value heads, J value heads per key head, Dk, Dv
+head sizes.
+"""
+
+import mlx.core as mx
+
+from parallm.model.kernels.cuda import on_cuda
+from parallm.model.recurrence.rows import PackedRows
+from parallm.model.recurrence.scan import Decay, Terms, recurrence
+
+CPU_CHUNK, GPU_CHUNK = 32, 64
+"""Tokens of a chunk. On a CPU 32 is fastest (1 head of 128); tensor cores want 64."""
+CHANNEL_CHUNK = 16
+"""The same with a gate per key channel, whose products are sums over (C, C, Dk) numbers."""
+
+
+def gated_delta(
+    q_MKD: mx.array,
+    k_MKD: mx.array,
+    v_MVD: mx.array,
+    log_a_MV: mx.array,
+    b_MV: mx.array,
+    initial_RVDK: mx.array | None,
+    rows: PackedRows,
+) -> tuple[mx.array, mx.array]:
+    """Outputs (M, Hv, Dv) of v's dtype, and the float32 states (R, Hv, Dv, Dk) after the rows that continue no other.
+
+    q, k (M, Hk, Dk), v (M, Hv, Dv), b (M, Hv), log a (M, Hv) or (M, Hv, Dk), at most 0; the key head of value head h is
+    h // (Hv // Hk). The initial states of the same rows are zero by default. Chunks and states are float32.
+    """
+    if initial_RVDK is None:
+        initial_RVDK = mx.zeros((len(rows.starting), *v_MVD.shape[1:], k_MKD.shape[-1]))
+    size = CHANNEL_CHUNK if log_a_MV.ndim == 3 else GPU_CHUNK if on_cuda() else CPU_CHUNK
+    inputs = [q_MKD, k_MKD, v_MVD, log_a_MV, b_MV]
+    outputs_MVD, last_RVDK = recurrence(_terms, inputs, initial_RVDK, rows.chunks(size))
+    return outputs_MVD.astype(v_MVD.dtype), last_RVDK
+
+
+def _terms(q: mx.array, k: mx.array, v: mx.array, log_a: mx.array, b: mx.array) -> Terms:
+    """The terms of a scan from chunks (N, C, H, ..) of the inputs."""
+    num_chunks, size, key_heads, _ = k.shape
+    per_key = v.shape[2] // key_heads
+
+    def by_head(array: mx.array) -> mx.array:
+        """(N, C, Hv, ..) -> (N, Hk, J, C, ..)"""
+        return array.reshape(num_chunks, size, key_heads, per_key, -1).transpose(0, 2, 3, 1, 4)
+
+    q, k = (array.transpose(0, 2, 1, 3)[:, :, None] for array in (q, k))  # (N, Hk, 1, C, Dk)
+    v, log_a, b = by_head(v), by_head(log_a), by_head(b)
+    decay = Decay(log_a)  # (N, Hk, J, C, 1 or Dk)
+    from_start = decay.from_start()
+    of_keys, of_queries = _decayed_products(q, k, decay.between())
+    removed = b * from_start * k
+    solved = _solve(b * of_keys, mx.concatenate([b * v, removed], axis=-1))
+
+    def flat(array: mx.array) -> mx.array:
+        return array.reshape(num_chunks, key_heads * per_key, *array.shape[3:])
+
+    return Terms(
+        values=flat(solved[..., : v.shape[-1]]),
+        removals=flat(solved[..., v.shape[-1] :]),
+        readouts=flat(from_start * q),
+        updates=flat(decay.to_end() * k),
+        inner=flat(of_queries),
+        decay=flat(from_start[..., -1:, :]),
+    )
+
+
+def _decayed_products(q: mx.array, k: mx.array, between: mx.array) -> tuple[mx.array, mx.array]:
+    """Products of keys, and of queries, with the keys up to their own, times the decay between: (N, Hk, J, C, C)."""
+    if between.ndim == k.ndim:
+        return between * (k @ k.swapaxes(-1, -2)), between * (q @ k.swapaxes(-1, -2))
+    decayed = between * k[..., None, :, :]  # (N, Hk, J, C, C, Dk)
+    of_keys, of_queries = ((decayed * rows[..., :, None, :]).sum(axis=-1) for rows in (k, q))
+    return of_keys, of_queries
+
+
+def _solve(products: mx.array, right: mx.array) -> mx.array:
+    """(I + L)^-1 right, with L the part of `products` below its diagonal."""
+    solution: mx.array = _solved(products, right)[0]
+    return solution
+
+
+@mx.custom_function  # type: ignore[untyped-decorator]
+def _solved(products: mx.array, right: mx.array) -> tuple[mx.array, mx.array]:
+    inverse = inverse_unit_lower(mx.tril(products, -1))
+    return inverse @ right, inverse
+
+
+@_solved.vjp  # type: ignore[untyped-decorator]
+def _solved_gradient(
+    inputs: list[mx.array], cotangents: list[mx.array], outputs: list[mx.array]
+) -> tuple[mx.array, mx.array]:
+    solution, inverse = outputs
+    of_right = inverse.swapaxes(-1, -2) @ cotangents[0]
+    return -mx.tril(of_right @ solution.swapaxes(-1, -2), -1), of_right
+
+
+def inverse_unit_lower(lower: mx.array) -> mx.array:
+    """(I + L)^-1 of strictly lower triangular L (.., C, C), by merging the inverses of blocks on the diagonal.
+
+    As stable as substitution, where powers of L overflow if keys repeat."""
+    size = lower.shape[-1]
+    places = mx.arange(size)
+    inverse = mx.broadcast_to(mx.eye(size), lower.shape)
+    block = 1
+    while block < size:
+        of_pair, of_block = places // (2 * block), places // block
+        corner = (of_pair[:, None] == of_pair) & (of_block[:, None] > of_block)
+        below = mx.where(corner, lower, 0)
+        inverse = inverse - (below if block == 1 else inverse @ below @ inverse)
+        block *= 2
+    return inverse
