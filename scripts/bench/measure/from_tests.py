@@ -101,6 +101,7 @@ give(
     "tasks", "tasks/test_references.py", 0.5, {"tasks.worst_embedding_error": Bar(max=1e-5)}, worst_embedding_error=max
 )
 give("experts", "model/adapters/test_expert_files.py", 0.5, {"experts.peft_error": Bar(max=1e-4)}, peft_error=max)
+give("expert_routes", "engine/test_routes.py", 0.1, {"experts.routing_changed": Bar(max=0.01)}, routing_changed=max)
 give(
     "architectures",
     "model/test_architectures.py",
