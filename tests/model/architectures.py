@@ -21,6 +21,7 @@ from parallm.device.blas import set_blas_threads
 from parallm.device.streams import DeviceStreams
 from parallm.engine.engine import Engine
 from parallm.engine.settings import EngineSettings
+from parallm.engine.state_trial import shares_steps
 from parallm.errors import ParallmError
 from parallm.learner.learner import Learner
 from parallm.learner.passes.packing import can_pack
@@ -141,7 +142,7 @@ def _trial(name: str) -> Row:
             for i, prompt in enumerate(prompts)
         )
         return Row(
-            served="batched" if model.is_batch_invariant else "row by row",
+            served="batched" if model.is_batch_invariant or shares_steps(model) else "row by row",
             trained=_trained(model, adapter, table, prompts),
             targets=", ".join(_target_names(model)),
             tokens="equal" if is_equal else DIFFERENT.get(name, "differ"),
@@ -257,7 +258,7 @@ def _trained(model: SharedModel, adapter: Adapter, table: AdapterTable, prompts:
     report = list(learner.update(groups, step=0, max_tokens=64))[-1]
     assert isinstance(report, UpdateReport)
     if report.skipped is not None:
-        return f"no: {report.skipped}"
+        return f"no: {report.skipped.partition(' (')[0]}"
     if report.parity.max_abs > MAX_PARITY:
         return f"no: log-probs differ by {report.parity.max_abs:.0e}"
     return "packed" if can_pack(model) else "row by row"
