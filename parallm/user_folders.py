@@ -31,6 +31,8 @@ def state_folder(environment: Mapping[str, str] = os.environ) -> Path:
 
 def data_folder(environment: Mapping[str, str] = os.environ) -> Path:
     """Return the folder of what a server keeps for its user, such as its catalogue."""
+    if IS_MAC:
+        return _home(environment) / "Library/Application Support" / MAC_NAME
     folder = environment.get("XDG_DATA_HOME")
     return (Path(folder) if folder else _home(environment) / ".local/share") / NAME
 

@@ -84,6 +84,11 @@ def post(path: str, fields: dict[str, Any]) -> Call[Any]:
     return Call("POST", path, lambda answer: answer, fields)
 
 
+def post_lines(path: str, fields: dict[str, Any]) -> Call[Any]:
+    """Return a call that is answered by lines of JSON."""
+    return Call("POST", path, lambda answer: answer, fields, has_lines=True)
+
+
 def command(function: Callable[[Any], int]) -> Callable[[Any], int]:
     """Let a command end with one line and the exit code of a failure."""
 

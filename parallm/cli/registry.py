@@ -3,13 +3,15 @@
 import json
 import sys
 from argparse import Namespace
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any
+from typing import Any, TextIO
 from urllib.parse import quote
 
 from parallm.cli import start
-from parallm.cli.connection import CommandFailed, command, post, server
+from parallm.cli.connection import CommandFailed, command, post, post_lines, server
+from parallm.cli.models import size_text
 from parallm.client.calls import ApiError, Call
 
 PULL_SECONDS = 86_400.0
@@ -20,13 +22,30 @@ def pull(arguments: Namespace) -> int:
     """Make a model known to the server, which may download it first. The route is one of Ollama's."""
     with server(arguments.host, seconds=PULL_SECONDS) as client:
         try:
-            answer = client.send(post("/api/pull", {"model": arguments.model, "stream": False}))
+            write_progress(client.events(post_lines("/api/pull", {"model": arguments.model})), sys.stdout)
         except ApiError as error:
             if error.code in ("unknown_url", "wrong_method"):
                 raise CommandFailed("the server pulls no models; start it with server.ollama=true") from error
             raise
-    sys.stdout.write(f"{answer['status']}\n")
     return 0
+
+
+def write_progress(lines: Iterable[Mapping[str, Any]], output: TextIO) -> None:
+    """Print each status on a line; on a terminal also how much of a file is there, on the same line until its end."""
+    is_terminal, last = output.isatty(), None
+    for line in lines:
+        status, total = line["status"], line.get("total")
+        if status != last and last is not None and is_terminal:
+            output.write("\n")
+        if is_terminal:
+            share = f" {100 * (line.get('completed') or 0) // total}% of {size_text(total)}" if total else ""
+            output.write(f"\r{status}{share}\x1b[K")
+        elif status != last:
+            output.write(f"{status}\n")
+        output.flush()
+        last = status
+    if last is not None and is_terminal:
+        output.write("\n")
 
 
 @command

@@ -83,6 +83,8 @@ class Call(Generic[Result]):
     content: bytes | None = None
     is_file: bool = False
     """Whether the answer is a file, whose bytes `read` gets."""
+    has_lines: bool = False
+    """Whether an answer that streams is lines of JSON, as Ollama's, and not server-sent events."""
 
     def result(self, response: httpx.Response) -> Result:
         """Read the answer. Raises ApiError for anything but success."""
@@ -94,22 +96,23 @@ class Call(Generic[Result]):
             # a proxy has answered
             raise ApiError(response.status_code, response.text[:500] or response.reason_phrase) from None
 
+    def is_event(self, line: str) -> bool:
+        """Whether a line of an answer that streams has an event with content."""
+        return bool(line) if self.has_lines else line.startswith(EVENT) and line != EVENT + LAST_EVENT
+
     def event(self, line: str, status: int) -> Result:
         """Read a line for which `is_event`. Raises ApiError for an error."""
-        value = json.loads(line.removeprefix(EVENT))
+        value = json.loads(line if self.has_lines else line.removeprefix(EVENT))
         if isinstance(value, dict) and "error" in value:
             raise _refusal(status, value)
         return self.read(value)
 
 
-def is_event(line: str) -> bool:
-    """Whether a line of an answer that streams has an event with content."""
-    return line.startswith(EVENT) and line != EVENT + LAST_EVENT
-
-
 def _refusal(status: int, answer: Any) -> ApiError:
     """Raises KeyError, TypeError for an answer without an error in it."""
     error = answer["error"]
+    if isinstance(error, str):  # Ollama's routes
+        return ApiError(status, error)
     return ApiError(status, error["message"], error.get("code"), error.get("param"))
 
 

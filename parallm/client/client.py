@@ -11,7 +11,6 @@ import httpx
 from parallm.client.calls import (
     Call,
     Generated,
-    is_event,
     read_card,
     read_generated,
     read_record,
@@ -363,7 +362,7 @@ class Client(Requests[httpx.Client]):
                 response.read()
                 call.result(response)
             for line in response.iter_lines():
-                if is_event(line):
+                if call.is_event(line):
                     yield call.event(line, response.status_code)
 
 
@@ -394,7 +393,7 @@ class AsyncClient(Requests[httpx.AsyncClient]):
                 await response.aread()
                 call.result(response)
             async for line in response.aiter_lines():
-                if is_event(line):
+                if call.is_event(line):
                     yield call.event(line, response.status_code)
 
 

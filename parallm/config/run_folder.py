@@ -18,7 +18,12 @@ TRAJECTORIES = "trajectories.jsonl"
 """File in the folder of a policy that learns from clients."""
 SERVING = "serving-"
 """Prefix of the folder with the state that operators have set; the beginning of the base's digest follows."""
-BEGUN = ("step_*/", "*/step_*/", "ranks/*/step_*/", TRAJECTORIES, f"*/{TRAJECTORIES}", f"{SERVING}*/serving.json")
+NETS = f"{SERVING}nets"
+"""Folder of the policy nets that clients have published."""
+BEGUN = (
+    *("step_*/", "*/step_*/", "ranks/*/step_*/", TRAJECTORIES, f"*/{TRAJECTORIES}"),
+    *(f"{SERVING}*/serving.json", f"{NETS}/nets.json"),
+)
 """What a run goes on from, in its folder or in that of one of its policies."""
 SWEEP_PREFIX = "sweep_"
 LATEST_RUN = "latest"

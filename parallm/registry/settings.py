@@ -11,7 +11,8 @@ class RegistrySettings:
     """Serve the models of a catalogue beside `model`; requests load them by name, and they leave memory again."""
     folder: str | None = None
     """Folder of the catalogue, of blobs and of created models; null: `parallm/registry` below XDG_DATA_HOME or
-    ~/.local/share."""
+    ~/.local/share, on a Mac
+    ~/Library/Application Support/ParaLLM/registry."""
     folders: tuple[str, ...] = ()
     """Folders whose models are registered, those in the Hugging Face cache beside them. They are only read."""
     memory_bytes: int | None = Field(default=None, gt=0)

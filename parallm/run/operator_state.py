@@ -11,12 +11,13 @@ from parallm.checkpoint.adapter_store import AdapterStore
 from parallm.checkpoint.manager import set_aside
 from parallm.checkpoint.persistent_table import PersistentTable
 from parallm.checkpoint.serving_state import ServingFolder, ServingState
-from parallm.config.run_folder import SERVING
+from parallm.config.run_folder import NETS, SERVING
 from parallm.device.thread import DeviceThread
 from parallm.errors import AdapterError, ConfigError, FolderInUse
 from parallm.model.adapters.table import AdapterTable
 from parallm.model.shared_model import SharedModel
 from parallm.server.settings import AUTO, OFF, ServerSettings
+from parallm.tasks.net_folder import NetFolder
 from parallm.types import BASE, BEST, LATEST
 
 logger = logging.getLogger(__name__)
@@ -62,6 +63,19 @@ def open_table(
     except FolderInUse as error:
         logger.warning("what operators have set is not restored: %s", error)
     return PersistentTable(device, table, trained=trained, folder=kept, state=state)
+
+
+def open_nets(settings: ServerSettings, folder: Path | None, *, continues: bool) -> NetFolder | None:
+    """Return the place of policy nets that clients publish, below `folder` or that of `server.state`; None without
+    one. Unless the run `continues`, nets in `folder` are set aside."""
+    if settings.state == OFF or folder is None:
+        return None
+    if settings.state != AUTO:
+        return NetFolder(Path(settings.state).expanduser() / "nets")
+    path = folder / NETS
+    if not continues and path.exists():
+        set_aside(path, "this run begins anew (checkpoint.resume)")
+    return NetFolder(path)
 
 
 async def restore(

@@ -59,7 +59,7 @@ from parallm.registry.pool import Pool
 from parallm.reports import TrainingStatus
 from parallm.rollout.reward_model import Rate, RewardModel
 from parallm.rollout.settings import RewardModelSettings
-from parallm.run.operator_state import open_table, restore
+from parallm.run.operator_state import open_nets, open_table, restore
 from parallm.run.sampling_defaults import sampling_defaults
 from parallm.server.app import create_app
 from parallm.server.engine_gateway import CompletionListener
@@ -197,7 +197,12 @@ async def open_runtime(
         device = DeviceThread(governor)
         resources.callback(device.stop)
         await on_device(device, wire_memory)
-        actor = Actor(device, max_names=settings.server.max_adapters, max_waiting=settings.engine.max_waiting)
+        nets = open_nets(settings.server, settings.folder, continues=settings.keeps_state)
+        actor = Actor(
+            device, max_names=settings.server.max_adapters, max_waiting=settings.engine.max_waiting, folder=nets
+        )
+        if nets is not None:
+            resources.callback(nets.close)
         await actor.load(settings.tasks.policies)
         model = await on_device(device, partial(parts.load, settings.model))
         if settings.needs_text and not model.writes_text:

@@ -256,10 +256,10 @@ class Actor(TensorModels, Protocol):
         """Return the card of `agent`, its newest version, or of `agent@3`. Raises UnknownModel."""
 
     async def publish(self, name: str, weights: bytes) -> PolicyCard:
-        """Publish a safetensors file as the next version of `name`. Raises InvalidRequest."""
+        """Publish a safetensors file as the next version of `name`. Raises InvalidRequest, FolderInUse, NotStored."""
 
-    def unload(self, model: str) -> None:
-        """Forget all of a name, or one version. Raises UnknownModel, InvalidRequest."""
+    async def unload(self, model: str) -> None:
+        """Forget all of a name, or one version. Raises UnknownModel, InvalidRequest, FolderInUse, NotStored."""
 
     async def act(self, request: ActRequest) -> Actions:
         """Return an action for each row. Raises UnknownModel, InvalidRequest, EngineFull, NotFinite."""

@@ -8,7 +8,6 @@ name once more, so no model ever answers for another.
 
 import asyncio
 import json
-import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -22,10 +21,10 @@ from parallm.errors import InvalidRequest, ParallmError, UnknownModel
 from parallm.registry.pool import Lease, Pool
 from parallm.registry.records import Named
 from parallm.server.connection import BODY_SECONDS, MIN_BYTES_PER_SECOND, while_connected
+from parallm.server.keep_alive import keep_alive_of
 from parallm.server.model_overlays import overlaid
 from parallm.server.ollama.answers import LOAD_SECONDS
 from parallm.server.ollama.names import ollama_error_response
-from parallm.server.ollama.schemas import read_keep_alive
 from parallm.server.operation.auth import StoredKey, authorize, deadline_of
 from parallm.server.operation.middleware import Drain
 from parallm.server.operation.request_context import UNIX, current_request
@@ -160,19 +159,14 @@ class ModelRouter:
             return None
 
     async def _lease(self, named: Named, body: Mapping[str, Any], leases: list[Lease]) -> Lease:
-        try:
-            keep_alive = None if body.get("keep_alive") is None else read_keep_alive(body["keep_alive"])
-        except ValueError:  # the route says so
-            keep_alive = None
-        is_known = keep_alive is None or math.isfinite(keep_alive)
-        leases.append(await self._pool.lease(named, keep_alive if is_known else None))
+        leases.append(await self._pool.lease(named, keep_alive_of(body)))
         return leases[-1]
 
 
 def _only_unloads(path: str, body: Mapping[str, Any]) -> bool:
     """Return whether a request of Ollama's clients asks for nothing but that a model leaves memory."""
     asks = any(body.get(name) for name in ("prompt", "messages", "input"))
-    return path.startswith(OLLAMA) and body.get("keep_alive") in (0, "0", "0s") and not asks
+    return path.startswith(OLLAMA) and keep_alive_of(body) == 0 and not asks
 
 
 async def _replayed(messages: deque[Message], receive: Receive) -> Message:

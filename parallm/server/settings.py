@@ -152,7 +152,8 @@ class ServerSettings:
     """Adapters to serve from the start, by name: a folder of an adapter, a checkpoint or a run, of which the best
     version counts, or RUN@VERSION."""
     state: str = "auto"
-    """Place to keep what clients with the role admin set (adapters, aliases, splits, what names mean):
+    """Place to keep what clients with the role admin set (adapters, aliases, splits, what names mean),
+    and policy nets:
     `auto` in the run folder while training, else in checkpoints/NAME; a folder; or `off`."""
     max_adapters: int = Field(default=64, ge=1)
     """Names of adapters in memory that clients may fill."""

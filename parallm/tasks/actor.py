@@ -8,6 +8,7 @@ Axes: N rows.
 import asyncio
 import io
 import json
+import logging
 import re
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,11 +20,21 @@ import numpy as np
 
 from parallm.checkpoint.untrusted_files import check_safetensors
 from parallm.device.thread import DeviceThread
-from parallm.errors import AdapterError, EngineFull, InvalidRequest, ModelError, NotFinite, UnknownModel
+from parallm.errors import (
+    AdapterError,
+    EngineFull,
+    FolderInUse,
+    InvalidRequest,
+    ModelError,
+    NotFinite,
+    NotStored,
+    UnknownModel,
+)
 from parallm.model.adapters.names import is_number, versioned
 from parallm.model.policy_nets.config import PolicyConfig, read_config, read_signature
 from parallm.model.policy_nets.net import PolicyNet
 from parallm.tasks.distributions import distribution, uniforms_of
+from parallm.tasks.net_folder import NetFolder, StoredNet, StoredNets, digest_of
 from parallm.tensors import NUMPY_TYPES, Actions, ActRequest, Array, Arrays, PolicyCard, Signature, TensorSpec
 from parallm.types import BASE, BEST, LATEST, POLICY
 
@@ -36,7 +47,18 @@ UNIT_NUMBERS = 1 << 24
 """Numbers of the largest array of a unit."""
 NUMBERS_ON_LOOP = 1 << 14
 """Outputs of the actor above which actions are drawn on a thread: some 5 ms."""
+logger = logging.getLogger(__name__)
 CONFIG, SIGNATURE, WEIGHTS = "config.json", "signature.json", "model.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """What a net is, read and as texts."""
+
+    config: PolicyConfig
+    signature: Signature
+    config_text: str
+    signature_text: str | None
 
 
 @dataclass(slots=True, eq=False)
@@ -59,7 +81,14 @@ class _Version:
     name: str
     number: int
     net: PolicyNet
+    form: "_Form"
+    digest: str
+    """SHA-256 of its safetensors file."""
     waiting: deque[_Job] = field(default_factory=deque)
+
+    @property
+    def stored(self) -> StoredNet:
+        return StoredNet(self.name, self.number, self.digest, self.form.config_text, self.form.signature_text)
 
     @property
     def unit_rows(self) -> int:
@@ -113,11 +142,18 @@ class Actor:
     """Versions of policy nets by name, and their answers. Used on the asyncio thread.
 
     A version is published by moving a pointer; requests that run keep theirs. Of each name the newest `KEPT_VERSIONS`
-    stay in memory.
+    stay in memory. What clients change is on the disk before it holds, where there is a folder.
     """
 
-    def __init__(self, device: DeviceThread, *, max_names: int, max_waiting: int) -> None:
+    def __init__(
+        self, device: DeviceThread, *, max_names: int, max_waiting: int, folder: NetFolder | None = None
+    ) -> None:
         self._device = device
+        self._folder = folder
+        self._changed: set[str] = set()
+        """Names that clients have changed, in this process or before it."""
+        self._unstored: dict[str, bytes] = {}
+        """Weights that the disk does not have, by their digests."""
         self._max_names = max_names
         self._max_waiting = max_waiting
         self._num_waiting = 0
@@ -126,8 +162,13 @@ class Actor:
         self._lock = asyncio.Lock()  # versions of a name are published in the order of the requests
 
     async def load(self, folders: Mapping[str, str]) -> None:
-        """Publish the net in each folder under its name. Raises ModelError."""
+        """Serve what clients have left in an earlier process, then the net in each folder under its name, unless they
+        have changed that name. Raises ModelError, CheckpointError."""
+        await self._restore()
         for name, where in folders.items():
+            if name in self._changed:
+                logger.info("%s is as clients have left it, not as tasks.policies.%s=%s", name, name, where)
+                continue
             try:
                 await self._publish(name, *await asyncio.to_thread(_read_folder, Path(where).expanduser()))
             except (ModelError, InvalidRequest) as error:
@@ -137,25 +178,22 @@ class Actor:
         """Publish a safetensors file as the next version of `name`, and serve it.
 
         Its metadata may have the texts `config` and `signature`, as config.json and signature.json; without `config`
-        it is a net as the served version. Raises InvalidRequest.
+        it is a net as the served version. Raises InvalidRequest, FolderInUse, NotStored.
         """
         try:
-            return await self._publish(name, weights, None, None)
+            return await self._publish(name, weights, None, None, is_of_client=True)
         except ModelError as error:
             raise InvalidRequest(str(error)) from error
 
-    def unload(self, model: str) -> None:
-        """Forget `agent`, or one version `agent@3`; requests that run finish on it. Raises UnknownModel,
-        InvalidRequest for the version that the bare name means."""
-        version, (name, at, _) = self._find(model), model.partition("@")
-        if not at:
-            del self._versions[name]
-        elif version.number == max(self._versions[name]):
-            raise InvalidRequest(f"{name} means {model}; forget all of {name}, or publish another version", "name")
-        else:
-            self._versions[name] = {
-                number: kept for number, kept in self._versions[name].items() if number != version.number
-            }
+    async def unload(self, model: str) -> None:
+        """Forget `agent`, or one version `agent@3`; requests that run finish on it. Raises UnknownModel, FolderInUse,
+        NotStored, InvalidRequest for the version that the bare name means."""
+        async with self._lock:
+            version, (name, at, _) = self._find(model), model.partition("@")
+            if at and version.number == max(self._versions[name]):
+                raise InvalidRequest(f"{name} means {model}; forget all of {name}, or publish another version", "name")
+            left = {number: kept for number, kept in self._versions[name].items() if at and number != version.number}
+            await self._change(name, left, self._highest[name], is_of_client=True)
 
     def cards(self) -> tuple[PolicyCard, ...]:
         return tuple(self._card(version) for versions in self._versions.values() for version in versions.values())
@@ -209,9 +247,55 @@ class Actor:
         _check_finite(request.model, {name: array for name, array in found.items() if array is not None})
         return actions
 
-    async def _publish(self, name: str, weights: bytes, config: str | None, signature: str | None) -> PolicyCard:
+    async def _restore(self) -> None:
+        if self._folder is None:
+            return
+        folder = self._folder
+        try:
+            stored = await asyncio.to_thread(folder.read)
+        except FolderInUse as error:
+            logger.warning("policy nets of earlier processes are not restored: %s", error)
+            return
+        self._highest, self._changed = dict(stored.highest), set(stored.highest)
+        for one in stored.nets:
+            weights = await asyncio.to_thread(folder.weights, one)
+            try:
+                form = await asyncio.to_thread(_read_form, weights, one.config, one.signature)
+                assert form is not None, "its config was stored"
+                net = await asyncio.wrap_future(
+                    self._device.call(partial(PolicyNet, form.config, form.signature, weights))
+                )
+            except ModelError as error:
+                raise folder.unreadable(error) from error
+            versions = self._versions.setdefault(one.name, {})
+            versions[one.version] = _Version(one.name, one.version, net, form, one.digest)
+        if stored.nets:
+            names = ", ".join(versioned(name, max(versions)) for name, versions in self._versions.items())
+            logger.info("restored the policy nets %s from %s", names, folder.folder)
+
+    async def _change(self, name: str, versions: dict[int, _Version], highest: int, *, is_of_client: bool) -> None:
+        """Let these be the versions of a name, on the disk before in memory. Under the lock. Raises NotStored."""
+        changed = self._changed | ({name} if is_of_client else set())
+        nets, numbers = {**self._versions, name: versions}, {**self._highest, name: highest}
+        if self._folder is not None and is_of_client:
+            kept = tuple(version.stored for other in sorted(changed) for version in nets.get(other, {}).values())
+            stored = StoredNets(kept, {other: numbers[other] for other in sorted(changed)})
+            added = {net.digest: self._unstored[net.digest] for net in kept if net.digest in self._unstored}
+            try:
+                await asyncio.to_thread(self._folder.commit, stored, added.values())
+            except OSError as error:
+                raise NotStored(f"{name} is as it was: {self._folder.folder} cannot be written: {error}") from error
+            self._unstored = {digest: content for digest, content in self._unstored.items() if digest not in added}
+        self._versions, self._highest, self._changed = nets, numbers, changed
+        if not versions:
+            del self._versions[name]
+
+    async def _publish(
+        self, name: str, weights: bytes, config: str | None, signature: str | None, *, is_of_client: bool = False
+    ) -> PolicyCard:
         self._check_name(name)
         form = await asyncio.to_thread(_read_form, weights, config, signature)
+        digest = await asyncio.to_thread(digest_of, weights)
         async with self._lock:
             self._check_name(name)
             served = self._versions.get(name, {})
@@ -220,15 +304,15 @@ class Actor:
                     "nothing says what the net is; put the text of its config.json into the metadata of the file as "
                     '"config"'
                 )
-            like = served[max(served)].net if form is None else None
-            form = (like.config, like.signature) if like is not None else form
-            assert form is not None, "a file without a form is a net as the served one"
-            net = await asyncio.wrap_future(self._device.call(partial(PolicyNet, *form, weights)))
+            form = form or served[max(served)].form
+            net = await asyncio.wrap_future(self._device.call(partial(PolicyNet, form.config, form.signature, weights)))
             number = self._highest.get(name, 0) + 1
+            version = _Version(name, number, net, form, digest)
+            if self._folder is not None:
+                self._unstored[digest] = weights
             kept = dict(sorted(self._versions.get(name, {}).items())[-KEPT_VERSIONS + 1 :])
-            self._highest[name] = number
-            self._versions[name] = {**kept, number: _Version(name, number, net)}
-            return self._card(self._versions[name][number])
+            await self._change(name, {**kept, number: version}, number, is_of_client=is_of_client)
+            return self._card(version)
 
     def _check_name(self, name: str) -> None:
         if not NAME.fullmatch(name) or name in (BASE, POLICY, LATEST, BEST):
@@ -270,7 +354,7 @@ class Actor:
         )
 
 
-def _read_form(weights: bytes, config: str | None, signature: str | None) -> tuple[PolicyConfig, Signature] | None:
+def _read_form(weights: bytes, config: str | None, signature: str | None) -> _Form | None:
     """Check a safetensors file, and return what its metadata, or the given texts, say of the net; None: nothing.
 
     Raises ModelError.
@@ -285,7 +369,7 @@ def _read_form(weights: bytes, config: str | None, signature: str | None) -> tup
     signature = metadata.get("signature") if signature is None else signature
     if config is not None:
         read = read_config(config)
-        return read, read_signature(signature, read)
+        return _Form(read, read_signature(signature, read), config, signature)
     if signature is not None:
         raise ModelError('"signature" belongs to a "config"; send both in the metadata of the file, or none')
     return None

@@ -1,5 +1,7 @@
 """Servers that commands start, and the commands of models beside the first."""
 
+import io
+import json
 import os
 import subprocess
 import sys
@@ -10,6 +12,7 @@ import httpx
 import pytest
 
 from parallm.cli.program import run
+from parallm.cli.registry import write_progress
 from parallm.client import Client
 
 ROOT = Path(__file__).parents[2]
@@ -59,7 +62,7 @@ def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "request_line", "body"),
     [
-        (["pull", "a/b"], "POST /api/pull", b'{"model":"a/b","stream":false}'),
+        (["pull", "a/b"], "POST /api/pull", b'{"model":"a/b"}'),
         (["cp", "a", "b"], "POST /v1/models/copy", b'{"source":"a","destination":"b"}'),
         (["rm", "a/b"], "DELETE /v1/models/a%2Fb", b""),
         (["stop", "a"], "POST /v1/models/unload", b'{"model":"a"}'),
@@ -68,7 +71,11 @@ def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
             "POST /v1/models/create",
             b'{"source":"a","model":"c","system":"be brief"}',
         ),
-        (["create", "c", "-f", "Modelfile"], "POST /v1/models/create", b'{"source":"a","system":"x","model":"c"}'),
+        (
+            ["create", "c", "-f", "Modelfile"],
+            "POST /v1/models/create",
+            b'{"source":"a","system":"x","license":"MIT","model":"c"}',
+        ),
     ],
 )
 def test_a_command_about_models_is_one_request(
@@ -84,12 +91,50 @@ def test_a_command_about_models_is_one_request(
         return Client("http://localhost", http=httpx.Client(transport=httpx.MockTransport(answer)))
 
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "Modelfile").write_text("FROM a\nSYSTEM x\n")
+    (tmp_path / "Modelfile").write_text("FROM a\nSYSTEM x\nLICENSE MIT\n")
     monkeypatch.setattr("parallm.cli.connection.connect", connect)
     assert run(words) == 0
     (request,) = seen
     assert f"{request.method} {request.url.raw_path.decode()}" == request_line
     assert request.content == body
+
+
+PULLED = (
+    {"status": "pulling manifest"},
+    {"status": "pulling ab", "total": 4_000_000, "completed": 0},
+    {"status": "pulling ab", "total": 4_000_000, "completed": 3_000_000},
+    {"status": "success"},
+)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_pull_is_shown_as_it_goes_on() -> None:
+    pipe, terminal = io.StringIO(), Terminal()
+    write_progress(PULLED, pipe)
+    write_progress(PULLED, terminal)
+    assert pipe.getvalue() == "pulling manifest\npulling ab\nsuccess\n"
+    shown = [line.split("\r")[1:] for line in terminal.getvalue().replace("\x1b[K", "").split("\n")]
+    assert shown == [["pulling manifest"], ["pulling ab 0% of 4.0 MB", "pulling ab 75% of 4.0 MB"], ["success"], []]
+
+
+def test_a_pull_that_fails_in_the_middle_says_why(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [PULLED[0], {"error": "pull model manifest: a/b: no network"}]
+    content = "".join(f"{json.dumps(line)}\n" for line in lines)
+
+    def connect(address: str, **_: Any) -> Client:
+        transport = httpx.MockTransport(lambda _: httpx.Response(200, text=content))
+        return Client("http://localhost", http=httpx.Client(transport=transport))
+
+    monkeypatch.setattr("parallm.cli.connection.connect", connect)
+    assert run(["pull", "a/b"]) == 1
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err) == ("pulling manifest\n", "parallm: pull model manifest: a/b: no network\n")
 
 
 def test_a_modelfile_that_is_missing_or_wrong_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

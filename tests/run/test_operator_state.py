@@ -22,7 +22,7 @@ from parallm.model.adapters.table import AdapterTable
 from parallm.model.load import load_shared_model
 from parallm.model.settings import ModelSettings
 from parallm.model.shared_model import SharedModel
-from parallm.run.operator_state import check_given, open_table, restore
+from parallm.run.operator_state import check_given, open_nets, open_table, restore
 from parallm.server.settings import ServerSettings
 
 Start = Callable[..., tuple[PersistentTable, list[str]]]
@@ -174,3 +174,20 @@ def test_a_run_that_begins_anew_sets_what_was_kept_aside(
     (folder,) = tmp_path.iterdir()
     assert folder.name == f"aside_serving-{model.sha256[:12]}.0"
     assert "was set aside" in caplog.text
+
+
+def test_policy_nets_lie_beside_the_state_and_are_set_aside_with_a_run_that_begins_anew(tmp_path: Path) -> None:
+    settings, nets = ServerSettings(), tmp_path / "run" / "serving-nets"
+    found = open_nets(settings, tmp_path / "run", continues=True)
+    assert found is not None
+    assert found.folder == nets
+    nets.mkdir(parents=True)
+    open_nets(settings, tmp_path / "run", continues=True)
+    assert nets.is_dir()
+    open_nets(settings, tmp_path / "run", continues=False)
+    assert not nets.exists()
+    elsewhere = open_nets(ServerSettings(state=str(tmp_path / "state")), tmp_path / "run", continues=False)
+    assert elsewhere is not None
+    assert elsewhere.folder == tmp_path / "state" / "nets"
+    assert open_nets(ServerSettings(state="off"), tmp_path / "run", continues=True) is None
+    assert open_nets(settings, None, continues=True) is None

@@ -150,6 +150,33 @@ def test_a_name_is_made_of_another(call: Call) -> None:
     assert louder["details"]["family"] == "llama"
 
 
+def test_both_routes_create_the_same(call: Call) -> None:
+    fields: dict[str, Any] = {
+        "system": "S",
+        "parameters": {"seed": 7},
+        "messages": [{"role": "user", "content": "hi"}],
+        "license": ["MIT", "and more"],
+    }
+    statuses(create(call, **{"from": "qwen3"}, **fields))
+    post = partial(call, "POST", "/v1/models/create")
+    assert post(json={"model": "own", "source": "qwen3"} | fields).json() == {"status": "ok"}
+    assert post(json={"model": "louder", "source": "poet", "parameters": {"temperature": 1}}).status_code == 200
+    pages = [call("POST", "/api/show", json={"model": name}).json() for name in ("poet", "own", "louder")]
+    for name in ("system", "license", "messages"):
+        assert len({json.dumps(page[name]) for page in pages}) == 1
+    assert pages[0]["parameters"] == pages[1]["parameters"]
+    assert [line.split() for line in pages[2]["parameters"].splitlines()] == [["seed", "7"], ["temperature", "1"]]
+    for wrong, message in (
+        ({"parameters": {"heat": 1}}, "unknown field 'heat'"),
+        ({"model": "policy"}, "is a name of this process"),
+        ({"source": "nobody"}, "nobody"),
+        ({"messages": [{"role": "robot", "content": ""}]}, "role"),
+    ):
+        answer = post(json={"model": "x", "source": "qwen3"} | wrong)
+        assert answer.is_client_error
+        assert message in answer.json()["error"]["message"]
+
+
 def test_a_modelfile_of_a_name_makes_it_again(call: Call) -> None:
     create(call, **{"from": "qwen3"}, system='Say "no".', parameters={"seed": 7})
     page = call("POST", "/api/show", json={"model": "poet"}).json()

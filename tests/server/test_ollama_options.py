@@ -1,5 +1,6 @@
 """Ollama's options: each is honoured, without effect, or refused by name."""
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -8,8 +9,8 @@ import httpx
 import pytest
 
 from parallm.errors import InvalidRequest
+from parallm.server.keep_alive import keep_alive_of, read_keep_alive
 from parallm.server.ollama.options import NEUTRAL, OllamaOptions, read_options, sampling_fields
-from parallm.server.ollama.schemas import read_keep_alive
 from tests.server.conftest import CharacterTokenizer, EchoEngine, application, send_to
 
 Call = Callable[..., httpx.Response]
@@ -153,10 +154,21 @@ def test_times_to_stay_loaded_are_numbers_and_durations_of_go(text: object, seco
     assert read_keep_alive(text) == pytest.approx(seconds)
 
 
-@pytest.mark.parametrize("text", ["", "m", "5 minutes", "5x", True, [5], "1h-5m"])
+@pytest.mark.parametrize(
+    "text", ["", "m", "5 minutes", "5x", True, [5], "1h-5m", 10**400, "9" * 400, math.inf, math.nan, "9" * 400 + "s"]
+)
 def test_what_is_no_time_is_refused(text: object) -> None:
     with pytest.raises(ValueError, match="seconds"):
         read_keep_alive(text)
+    assert keep_alive_of({"keep_alive": text}) is None
+
+
+def test_a_body_without_a_time_asks_for_none() -> None:
+    assert (keep_alive_of({}), keep_alive_of({"keep_alive": None}), keep_alive_of({"keep_alive": "0m"})) == (
+        None,
+        None,
+        0,
+    )
 
 
 def test_errors_name_the_option() -> None:

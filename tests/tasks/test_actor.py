@@ -198,12 +198,12 @@ def test_a_version_is_published_beside_requests_that_run_on_another(actor: Actor
 def test_names_mean_the_newest_version_and_numbers_do_not_come_again(actor: Actor) -> None:
     assert [publish(actor) for _ in range(3)] == ["agent@1", "agent@2", "agent@3"]
     assert (actor.card("agent").version, actor.card("agent@latest").version, actor.card("agent@2").version) == (3, 3, 2)
-    actor.unload("agent@2")
+    asyncio.run(actor.unload("agent@2"))
     with pytest.raises(UnknownModel, match="of agent there are agent@1, agent@3"):
         actor.card("agent@2")
     with pytest.raises(InvalidRequest, match="agent means agent@3"):
-        actor.unload("agent@3")
-    actor.unload("agent")
+        asyncio.run(actor.unload("agent@3"))
+    asyncio.run(actor.unload("agent"))
     with pytest.raises(UnknownModel, match="there are none; PUT one to /v1/rl/policies/NAME"):
         actor.card("agent")
     assert publish(actor) == "agent@4"

@@ -1,5 +1,6 @@
 """Models of the catalogue: load, unload, scan, copy, create and delete, as wire types and routes."""
 
+from contextlib import aclosing
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
@@ -8,11 +9,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from parallm.errors import Unavailable
-from parallm.registry.records import Loaded, Overlay
+from parallm.registry.records import Loaded
 from parallm.server.connection import body_of, json_response
 from parallm.server.control.routes_adapters import store, unload_model
 from parallm.server.interfaces import Models
-from parallm.server.ollama.schemas import KeepAlive
+from parallm.server.keep_alive import KeepAlive
+from parallm.server.ollama.create import GivenMessage, OllamaCreateBody, create
 from parallm.server.schemas import Done, ModelName, Wire
 from parallm.server.service import Service
 
@@ -41,8 +43,9 @@ class ModelCreateBody(ModelNameBody):
     """System message of chats that bring none."""
     parameters: dict[str, Any] | None = None
     """Defaults of requests, by Ollama's names."""
-    messages: list[dict[str, str]] | None = None
+    messages: list[GivenMessage] | None = None
     """Messages before those of every chat."""
+    license: str | list[str] | None = None
 
 
 class LoadedModelEntry(Wire):
@@ -77,7 +80,7 @@ def model_routes(service: Service) -> APIRouter:
 
     def models() -> Models:
         if service.models is None:
-            raise Unavailable("this process has one model; start it with registry=local to load others")
+            raise Unavailable("this process has one model; start it with registry.enabled=true to load others")
         return service.models
 
     @router.get("/v1/models/loaded")
@@ -112,10 +115,13 @@ def model_routes(service: Service) -> APIRouter:
         return json_response(Done(status="ok"))
 
     @router.post("/v1/models/create")
-    async def create(http: Request) -> Response:
-        """Let a name mean a model with a system message or parameters of its own."""
+    async def make(http: Request) -> Response:
+        """Let a name mean a model with a system message or parameters of its own beside those of its source."""
         body = await body_of(service, http, ModelCreateBody)
-        await models().create(body.model, body.source, _overlay(body))
+        given = OllamaCreateBody.model_validate({"from": body.source, **body.model_dump(exclude={"model", "source"})})
+        async with aclosing(create(service, models(), body.model, given)) as lines:
+            async for _ in lines:
+                pass
         return json_response(Done(status="ok"))
 
     @router.delete("/v1/models/{name:path}")
@@ -143,8 +149,3 @@ def _entry(model: Loaded) -> LoadedModelEntry:
         pinned=model.is_pinned,
         num_running=model.num_leases,
     )
-
-
-def _overlay(body: ModelCreateBody) -> Overlay | None:
-    given = body.model_dump(include={"system", "parameters", "messages"}, exclude_none=True)
-    return Overlay(**{**given, "messages": tuple(given.get("messages", ()))}) if given else None

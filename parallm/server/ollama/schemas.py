@@ -1,37 +1,18 @@
 """Wire types of Ollama's routes that generate and embed, requests and answers, and their errors."""
 
-import re
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PlainValidator
 
 from parallm.errors import InvalidRequest
+from parallm.server.keep_alive import KeepAlive
 from parallm.server.openai.chat_schemas import MAX_TOOLS, FunctionTool
 from parallm.server.schemas import FIRST_FAULT, ModelName, Wire, read_object, read_tokens
 
 Think = bool | Literal["low", "medium", "high", "max"]
-UNITS = {"ns": 1e-9, "us": 1e-6, "\u00b5s": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
-"""Seconds of the units that durations of Go are written in."""
-DURATION = re.compile(r"([+-]?)((?:\d+(?:\.\d*)?(?:ns|us|\u00b5s|ms|s|m|h))+)")
 NO_IMAGES = "should be empty: this server reads no images"
 MAX_LOGPROBS = 20
-
-
-def read_keep_alive(value: object) -> float:
-    """Return seconds of a number or of a duration such as 5m, 1h30m or -1; below 0 means for ever."""
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
-    if isinstance(value, str):
-        if re.fullmatch(r"[+-]?\d+", value):
-            return float(value)
-        if match := DURATION.fullmatch(value):
-            parts = re.findall(r"([\d.]+)([a-z\u00b5]+)", match[2])
-            return (-1 if match[1] == "-" else 1) * sum(float(number) * UNITS[unit] for number, unit in parts)
-    raise ValueError("should be a number of seconds, or a duration such as 5m, 1h30m or -1")
-
-
-KeepAlive = Annotated[float, PlainValidator(read_keep_alive, json_schema_input_type=float | str)]
 
 
 def read_images(value: object) -> list[str]:

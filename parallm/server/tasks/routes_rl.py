@@ -146,7 +146,7 @@ def rl_routes(service: Service) -> APIRouter:
     @router.delete("/v1/rl/policies/{model}")
     async def unload(model: str) -> Response:
         """Forget `name`, or one version `name@3`. Requests that run on it finish."""
-        actor_of(service).unload(model)
+        await actor_of(service).unload(model)
         return json_response(Done(status="ok"))
 
     return router
