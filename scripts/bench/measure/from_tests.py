@@ -106,6 +106,14 @@ give("regenerated", "interop/trl/test_oracles.py", 1, ANEW, regenerated_error=ma
 give(
     "tasks", "tasks/test_references.py", 0.5, {"tasks.worst_embedding_error": Bar(max=1e-5)}, worst_embedding_error=max
 )
+give("experts", "model/adapters/test_expert_files.py", 0.5, {"experts.peft_error": Bar(max=1e-4)}, peft_error=max)
+give("expert_routes", "engine/test_routes.py", 0.1, {"experts.routing_changed": Bar(max=0.01)}, routing_changed=max)
+give(
+    "architectures",
+    "model/test_architectures.py",
+    7,
+    {"architectures.tried": Bar(min=104), "architectures.batched": Bar(min=100), "architectures.packed": Bar(min=90)},
+)
 give("task_losses", "tasks/test_losses.py", 0.1, {"tasks.worst_loss_error": Bar(max=1e-6)}, worst_loss_error=max)
 EXACT = {"gguf.types_exact": Bar(min=14, max=14), "gguf.control_types_inexact": Bar(min=7)}
 DAMAGED = {"gguf.mutants_survived": Bar(min=5000), "gguf.mutants_refused": Bar(min=2500)}
