@@ -90,6 +90,10 @@ class RunFolderError(ParallmError):
     """A run folder that cannot be written."""
 
 
+class RunUnreadable(ParallmError):
+    """A file of a run that cannot be shown; the message names the limit or the fault."""
+
+
 class CheckpointError(ParallmError):
     """A checkpoint that cannot be written or read."""
 

@@ -1,7 +1,7 @@
 """Sequences of one stream that decode in one forward, with their keys and values.
 
-`SlotDecodeBatch` serves models that are batch-invariant over slot caches; `SequentialDecodeBatch` the others (recurrent
-states and mlx-lm's other caches): it computes one sequence after the other with mlx-lm's own caches.
+`SlotDecodeBatch` serves models that are batch-invariant over slot caches, and those whose states can share a step
+(`state_trial.py`); `SequentialDecodeBatch` the others: it computes one sequence after the other with their own caches.
 
 With MLX's CUDA build a step's forward goes through `mx.compile`, as Python takes longer to build its graph than a GPU
 to compute it. What differs from step to step comes in as arrays; MLX keeps a trace for each number of rows
@@ -19,6 +19,7 @@ from itertools import groupby
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.models.cache import ArraysCache
 
 from parallm.engine.kv.attention_metadata import AttentionMetadata
 from parallm.engine.kv.budget import KvCost
@@ -26,14 +27,16 @@ from parallm.engine.kv.cache import SlotCache
 from parallm.engine.kv.paged_cache import PagedCache
 from parallm.engine.kv.shapes import BLOCK, EMPTY, MIN_POSITIONS, BufferShape, blocks, grown, grown_to_end, in_quarters
 from parallm.engine.kv.slot_manager import SlotManager, fill
+from parallm.engine.kv.state_cache import StateCache
 from parallm.engine.sequence import PrefillJob, Sequence
+from parallm.engine.state_trial import shares_steps
 from parallm.model.attention import MIN_ROWS
 from parallm.model.kernels.cuda import on_cuda
 from parallm.model.lora.linear import LoraBinding
 from parallm.model.lora.segmented import SegmentedLora, SegmentedStructure
 from parallm.model.lora.selector import LoraSelector
 from parallm.model.lora.single import SingleLora, SingleStructure
-from parallm.model.shared_model import SharedModel
+from parallm.model.shared_model import SharedModel, leaves, mirrored
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +61,9 @@ class CompiledForward:
         mx.eval(model.base.parameters())  # a trace would repeat the computation of an array that is not evaluated yet
         self._model = model
         self._layer_cache = layer_cache
+        self._layers = model.make_cache()
+        num_states = sum(len(leaf.cache) for leaf in leaves(self._layers) if isinstance(leaf, ArraysCache))
+        self._num_states = num_states
         self._functions: dict[tuple[Structure | None, bool], Function] = {}
         self._needs_contiguous = False  # as a trace has found for all rows, see `AttentionMetadata`
         self._lora: SingleLora | SegmentedLora | None = None  # the last one, with its arrays and structure
@@ -67,8 +73,8 @@ class CompiledForward:
     def __call__(
         self, tokens_B: mx.array, metadata: AttentionMetadata, buffers: Arrays, lora: SingleLora | SegmentedLora | None
     ) -> tuple[mx.array, Arrays]:
-        """Hidden states (B, H), and the KV buffers after the step, (S, heads, L, D) of each layer in turn; of pages
-        none, which are written in place."""
+        """Hidden states (B, H), and the buffers after the step: keys and values (S, heads, L, D) of each layer in turn,
+        but for pages, which are written in place, then states."""
         if lora is not self._lora:
             self._lora = lora
             self._arrays, self._structure = ([], None) if lora is None else (lora.arrays(), lora.structure())
@@ -87,28 +93,40 @@ class CompiledForward:
         ) -> tuple[mx.array, Arrays]:
             traced = AttentionMetadata()
             traced.is_contiguous = traced.needs_contiguous = is_contiguous
-            traced.set_traced(lengths_B, slots_B, num_positions=self._layer_cache.num_positions(slots_B, buffers))
-            caches = [self._layer_cache(traced, pair) for pair in zip(buffers[::2], buffers[1::2], strict=True)]
+            num_positions = self._layer_cache.num_positions(slots_B, buffers) if len(buffers) > self._num_states else 1
+            traced.set_traced(lengths_B, slots_B, num_positions=num_positions)
+            caches = self._caches(traced, buffers)
             lora = None if structure is None else structure.lora(weights)
             hidden_B1H = self._model.hidden(tokens_B[:, None], caches, lora)
             self._needs_contiguous = self._needs_contiguous or traced.needs_contiguous
-            return hidden_B1H[:, 0], [array for cache in caches for array in cache.state]
+            states = [array for leaf in leaves(caches) if isinstance(leaf, StateCache) for array in leaf.arrays]
+            keys_values = [leaf for leaf in leaves(caches) if not isinstance(leaf, StateCache)]
+            return hidden_B1H[:, 0], [array for leaf in keys_values for array in leaf.state] + states
 
         compiled: Function = mx.compile(forward)
         return compiled
+
+    def _caches(self, metadata: AttentionMetadata, buffers: Arrays) -> list[Any]:
+        """Caches of all layers, in the order of `SlotManager.buffers`."""
+        keys_values, states = (iter(part) for part in _cut(buffers, len(buffers) - self._num_states))
+
+        def filled(layer: Any) -> SlotCache | PagedCache | StateCache:
+            if isinstance(layer, ArraysCache):
+                return StateCache([next(states) for _ in layer.cache])
+            return self._layer_cache(metadata, [next(keys_values), next(keys_values)])
+
+        return mirrored(self._layers, filled)
 
 
 class SlotDecodeBatch:
     """One forward for all sequences over slot caches."""
 
-    def __init__(
-        self, model: SharedModel, num_layers: int, *, bytes_per_position: int, compiled: CompiledForward | None
-    ) -> None:
+    def __init__(self, model: SharedModel, cost: KvCost, *, compiled: CompiledForward | None) -> None:
         self.sequences: list[Sequence] = []
         """Row b of the next forward is sequence b; only `join` and `leave` change it."""
         self._model = model
-        self._bytes_per_position = bytes_per_position
-        self._slots = SlotManager(num_layers)
+        self._cost = cost
+        self._slots = SlotManager(model.make_cache())
         self._compiled = compiled
 
     def join(self, joining: Ordered[tuple[PrefillJob, Sequence]]) -> None:
@@ -157,12 +175,15 @@ class SlotDecodeBatch:
         fed = [*(query_lengths or [1] * num_running), *[1] * num_fillers]
         self._reserve(max(len(self.sequences), len(fed)), max(map(operator.add, lengths, fed)))
         self._slots.begin_step(lengths, fed if query_lengths else ())
+        self._slots.begin_states(num_running, len(fed))
         adapters = [sequence.adapter for sequence, length in zip(running, fed, strict=False) for _ in range(length)]
         padded_B = mx.pad(tokens_B, (0, num_fillers)) if num_fillers else tokens_B
         lora = loras.select(adapters + [running[0].adapter] * num_fillers)
         if query_lengths:
             return self._model.hidden(padded_B[:, None], self._slots.caches, lora)[:num_tokens, 0]
-        return self._hidden(padded_B, lora)[:num_tokens]
+        hidden_BH = self._hidden(padded_B, lora)[:num_tokens]
+        self._slots.end_states(num_running)
+        return hidden_BH
 
     def _hidden(self, tokens_B: mx.array, lora: LoraBinding | None) -> mx.array:
         if self._compiled and (lora is None or isinstance(lora, SingleLora | SegmentedLora)):
@@ -183,11 +204,13 @@ class SlotDecodeBatch:
     @property
     def nbytes(self) -> int:
         """Bytes of its keys, values and states."""
-        return self._slots.shape.area * self._bytes_per_position
+        num_rows = max(self._slots.num_states, self._num_state_rows(len(self.sequences)))
+        return self._bytes_of(self._slots.shape, num_rows)
 
     def bytes_for(self, lengths: Ordered[int], *, end: int | None) -> int:
         """Bytes for sequences of these lengths; `end`: most positions of the longest, to grow with; None: no growth."""
-        return self._shape(len(lengths), max(lengths, default=0), end).area * self._bytes_per_position
+        shape = self._shape(len(lengths), max(lengths, default=0), end)
+        return self._bytes_of(shape, self._num_state_rows(len(lengths)))
 
     def holds(self, lengths: Ordered[int]) -> bool:
         """Whether such sequences fit without a resize."""
@@ -201,6 +224,15 @@ class SlotDecodeBatch:
         """Allocate this much where the scheduler has not resized before."""
         if not self._slots.shape.holds(BufferShape(num_slots, num_positions)):
             self._slots.resize(self._shape(num_slots, num_positions, end=0))
+
+    def _bytes_of(self, shape: BufferShape, num_state_rows: int) -> int:
+        return shape.area * self._cost.per_token + num_state_rows * self._cost.per_sequence
+
+    def _num_state_rows(self, num_sequences: int) -> int:
+        """Rows that states have for this many sequences: as many as their forward."""
+        if num_sequences == 0 or self._cost.per_sequence == 0:
+            return 0
+        return row_bucket(num_sequences) if self._compiled else max(num_sequences, MIN_ROWS)
 
     def _shape(self, num_sequences: int, num_positions: int, end: int | None) -> BufferShape:
         if num_sequences == 0:
@@ -267,13 +299,17 @@ class DecodeBatchFactory:
     def __init__(self, model: SharedModel, cost: KvCost) -> None:
         self._model = model
         self._cost = cost
-        self._compiled = CompiledForward(model) if model.is_batch_invariant and on_cuda() else None
+        self._is_batched = model.is_batch_invariant or shares_steps(model)
+        self._compiled = CompiledForward(model) if self._is_batched and on_cuda() else None
 
     def __call__(self) -> SlotDecodeBatch | SequentialDecodeBatch:
-        if not self._model.is_batch_invariant:
+        if not self._is_batched:
             return SequentialDecodeBatch(self._model, self._cost)
-        num_layers, size = len(self._model.make_cache()), self._cost.per_token
-        return SlotDecodeBatch(self._model, num_layers, bytes_per_position=size, compiled=self._compiled)
+        return SlotDecodeBatch(self._model, self._cost, compiled=self._compiled)
+
+
+def _cut(arrays: Arrays, at: int) -> tuple[Arrays, Arrays]:
+    return arrays[:at], arrays[at:]
 
 
 def moves_of(leaving: Ordered[int], num_sequences: int) -> list[tuple[int, int]]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
+from mlx_lm.models.cache import KVCache
 
 from parallm.device.streams import DeviceStreams
 from parallm.engine.decoder import Decoder
@@ -31,7 +32,7 @@ from parallm.model.attention import MIN_ROWS
 from parallm.model.kernels.cuda import on_cuda
 from parallm.model.kernels.gather import take_in_groups
 from parallm.model.lora.selector import LoraSelector
-from parallm.model.shared_model import SharedModel
+from parallm.model.shared_model import SharedModel, leaves
 
 CHUNK, CUDA_CHUNK = 512, 2048
 """Default tokens of a chunk: a GPU is full with the larger one."""
@@ -181,7 +182,7 @@ class Prefill:
             for sequence in job.sequences if num_cached else ():
                 if not sequence.tokens:
                     sequence.num_cached_prompt_tokens = num_cached
-        if self._model.is_batch_invariant:
+        if self._model.is_batch_invariant or self._model.has_states:
             longest = max(len(job.tokens) for job in jobs)
             size = allocated(longest if len(jobs) == 1 else num_cached + padded(longest - num_cached))
             _allocate(cache, size, [hit for hit in hits if hit])
@@ -230,8 +231,9 @@ def make_prefill(
 def _allocate(cache: Ordered[Any], num_positions: int, hits: Ordered[Hit]) -> None:
     """Let caches have `num_positions` from the beginning; `hits`, one for each row, fill the first of them."""
     size = blocks(num_positions) * BLOCK
-    for layer in cache:
-        layer.step = size
+    for layer in leaves(cache):
+        if isinstance(layer, KVCache):
+            layer.step = size
     if not hits:
         return
     num_cached = hits[0].num_tokens
@@ -253,5 +255,5 @@ def _copies(stacks_NBHTD: Ordered[mx.array], row: int, start: int, end: int) -> 
 
 
 def _states(cache: Ordered[Any]) -> list[mx.array]:
-    leaves = tree_flatten([layer.state for layer in cache])
-    return [leaf for _, leaf in leaves if isinstance(leaf, mx.array)]
+    parts = tree_flatten([layer.state for layer in cache])
+    return [part for _, part in parts if isinstance(part, mx.array)]

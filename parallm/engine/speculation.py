@@ -237,7 +237,8 @@ def make_speculation(settings: SpeculationSettings, model: SharedModel) -> Specu
     """Raises ConfigError where the settings ask for speculation by name and the model does not allow it."""
     is_on = settings.method == "ngram"
     if settings.method != "none" and not model.is_batch_invariant:
-        reason = f"{model.name} runs row by row, and what a row has computed cannot be taken back"
+        what = "its layers keep states" if model.has_states else "it runs row by row"
+        reason = f"{model.name} cannot take back what a row has computed: {what}"
         if is_on:
             raise ConfigError(f"engine.speculation.method=ngram: {reason}; use auto or none")
         logger.info("no speculation: %s", reason)

@@ -78,6 +78,14 @@ class Eta:
         return max(0.0, num_steps * one_step + self._num_evaluations(schedule) * one_evaluation - spent)
 
     @property
+    def fraction(self) -> float | None:
+        """Share of the present step or evaluation by the duration of recent ones, below 1; None before the first."""
+        recent = self._evaluations if self._is_evaluating else self._steps
+        if not recent:
+            return None
+        return min((self._clock() - self._began) / max(fmean(recent), 1e-9), 0.99)
+
+    @property
     def text(self) -> str:
         """Time left, or the rate of steps where the end is unknown; empty before the first step."""
         schedule, seconds = self._schedule, self.seconds

@@ -11,6 +11,8 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
+import pydantic_core
+
 MAX_BYTES = 64 * 1024 * 1024
 """Most bytes of rows that wait in memory while the disk refuses them."""
 
@@ -133,6 +135,14 @@ def write_whole(file: Path, text: str) -> None:
 def to_json(value: object, *, indent: int | None = None) -> str:
     """Return JSON that every reader accepts: NaN and infinities become null."""
     return json.dumps(finite(value), allow_nan=False, ensure_ascii=False, indent=indent)
+
+
+def encode_json(value: object) -> bytes:
+    """Return JSON in one line as `to_json` does, in UTF-8; a lone surrogate is written as its escape."""
+    try:
+        return pydantic_core.to_json(value, inf_nan_mode="null", fallback=finite)
+    except (ValueError, UnicodeEncodeError):  # a lone surrogate, which a model may have written
+        return json.dumps(finite(value), allow_nan=False).encode()
 
 
 def finite(value: object) -> object:

@@ -2,6 +2,7 @@
 wandb."""
 
 import logging
+import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -10,6 +11,7 @@ from typing import Any
 
 from parallm.metrics.curves import draw_curves
 from parallm.metrics.json_lines import JsonLines, finite, read_rows, to_json, write_whole
+from parallm.metrics.live_run import LiveRun
 from parallm.metrics.machine import describe_commit, describe_machine, peak_memory_gb
 from parallm.metrics.settings import MetricsSettings
 from parallm.metrics.step import StepMetrics, evaluation_row
@@ -39,6 +41,8 @@ class RunRecorder:
         self._goes_on_after: int | None = None
         self._config = config
         self._wandb: WandbRun | None = None
+        self.live: LiveRun | None = None
+        """What those who watch the run see of it."""
 
     def start(self) -> None:
         """Begin what is seen elsewhere; not earlier, since a start that fails should leave nothing."""
@@ -51,14 +55,18 @@ class RunRecorder:
             self._goes_on_after = step
             for lines in self._files:
                 lines.drop_from(step + 1)
+            if self.live is not None:
+                self.live.go_on_after(step)
 
     def step(self, metrics: StepMetrics, groups: Sequence[TrajectoryGroup] = ()) -> None:
         """Record one step and `samples_per_step` of its completions, from as many problems as possible."""
         self.go_on_after(metrics.step - 1)
-        row = metrics.to_flat()
+        row = timed(metrics.to_flat())
         self._steps.append(row)
         samples = pick_samples(groups, self._settings.samples_per_step)
-        self._samples.append(*(sample_row(metrics.step, group, one) for group, one in samples))
+        self._samples.append(*(timed(sample_row(metrics.step, group, one), row) for group, one in samples))
+        if self.live is not None:
+            self.live.step(row)
         if self._wandb is not None:
             self._wandb.log(row)
 
@@ -67,10 +75,12 @@ class RunRecorder:
         left by an interrupted run, is replaced."""
         self._evaluations.drop_from(report.step)
         self._evaluated.drop_from(report.step)
-        row = evaluation_row(report)
+        row = timed(evaluation_row(report))
         self._evaluations.append(row)
         kept = completions[: self._settings.samples_per_evaluation]
         self._evaluated.append(*({"step": report.step, "version": report.version, **asdict(one)} for one in kept))
+        if self.live is not None:
+            self.live.evaluation(row)
         if self._wandb is not None:
             self._wandb.log(row)
 
@@ -169,6 +179,12 @@ class WandbRun:
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if finite(value) is not None}
+
+
+def timed(row: Mapping[str, Any], like: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the row with the Unix seconds at which it is written, or those of another row, after its step."""
+    now = round(time.time(), 3) if like is None else like["time"]
+    return {"step": row["step"], "time": now, **row}
 
 
 def pick_samples(groups: Sequence[TrajectoryGroup], count: int) -> list[tuple[TrajectoryGroup, Trajectory]]:

@@ -46,7 +46,7 @@ from parallm.model.patches.rotary import install_rotary
 from parallm.model.precision import is_in_range, may_be_float16
 from parallm.model.quantized import arrange_quantized, cast, check_experts, choose_dtype
 from parallm.model.settings import ModelSettings
-from parallm.model.shared_model import SharedModel, can_batch
+from parallm.model.shared_model import SharedModel, can_batch, keeps_states
 from parallm.model.task_spec import ENCODERS, is_trunk, writes_text
 from parallm.model.tensor_parallel import Ranks, cut_layers, sum_outputs
 
@@ -156,7 +156,7 @@ def share_units(
     yield from _evaluated([array.values for array in stored.values()], _arrays(base))
     sha256 = fingerprint(stored)
     arrange_quantized(base, settings.quantized, dtype)
-    _freeze(base, settings.path, model_type)
+    _freeze(base)
     install_forward(base)
     install_recurrence(base)
     install_rotary(base)
@@ -182,6 +182,7 @@ def share_units(
         trunk_owner=owner,
         trunk_name=name,
         is_batch_invariant=can_batch(base, model_type),
+        has_states=keeps_states(base, model_type),
         experts_per_token=experts_per_token(text_config),
         parallel=parallel,
     )
@@ -381,14 +382,10 @@ def _end_tokens(config: Mapping[str, Any]) -> Any:
     return ends
 
 
-def _freeze(base: nn.Module, path: str, model_type: str) -> None:
-    try:
-        base.freeze()
-    except AttributeError as error:  # a class that never calls the constructor of nn.Module
-        raise ModelError(
-            f"model.path={path}: mlx-lm's class of {model_type} cannot be frozen ({_reason(error)}), so no adapter can "
-            "be trained beside it; choose a base of another architecture"
-        ) from error
+def _freeze(base: nn.Module) -> None:
+    if not hasattr(base, "_no_grad"):  # recurrent_gemma's class never calls the constructor of nn.Module
+        nn.Module.__init__(base)
+    base.freeze()
     base.eval()
 
 

@@ -6,14 +6,14 @@ are held than needed. Everything here runs on the device thread.
 Axes: B rows, T tokens, H hidden, N tokens of any rows, V vocabulary.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
 
 from parallm.model.attention import at_least_rows
 from parallm.model.chat.tokenizer import ChatTokenizer
@@ -56,6 +56,8 @@ class SharedModel:
     """Targets whose outputs are computed at once, with MLX's CUDA build; see `MergedLinear`."""
     is_batch_invariant: bool
     """Whether rows of different lengths can share one forward; see `can_batch`."""
+    has_states: bool = False
+    """Whether layers keep states beside keys and values, or alone; see `keeps_states`."""
     experts_per_token: int = 1
     """Experts that a mixture's layer computes for each token."""
     parallel: TensorParallel | None = None
@@ -97,9 +99,12 @@ class SharedModel:
         return logits[0, : hidden_NH.shape[0]]
 
     def make_cache(self) -> list[Any]:
-        """An empty cache for one row in mlx-lm's own classes; `PlainCache` where rows can be batched."""
+        """An empty cache for one row in mlx-lm's own classes; `PlainCache` for keys and values of models whose rows can
+        be batched, or that keep states."""
         cache: list[Any] = make_prompt_cache(self.base)
-        return [PlainCache() for _ in cache] if self.is_batch_invariant else cache
+        if not (self.is_batch_invariant or self.has_states):
+            return cache
+        return mirrored(cache, lambda leaf: leaf if isinstance(leaf, ArraysCache) else PlainCache())
 
     def own_lora(self, arrays: Mapping[str, mx.array]) -> Mapping[str, mx.array]:
         """The arrays of an adapter, or this process's part of them."""
@@ -123,6 +128,31 @@ def can_batch(base: nn.Module, model_type: str) -> bool:
     layers = make_prompt_cache(base)  # an encoder has none
     plain = all(type(layer) in (KVCache, RotatingKVCache) for layer in layers)
     return bool(layers) and plain and model_type not in ONE_ROW_MODELS
+
+
+def keeps_states(base: nn.Module, model_type: str) -> bool:
+    """Whether the layers of a model keep states, of any kind, and all else that they keep is plain keys and values.
+
+    Whether rows with such states can share a step is tried by the engine, see `engine/state_trial.py`.
+    """
+    kinds = {type(leaf) for leaf in leaves(make_prompt_cache(base))}
+    return (
+        ArraysCache in kinds and kinds <= {ArraysCache, KVCache, RotatingKVCache} and model_type not in ONE_ROW_MODELS
+    )
+
+
+def leaves(caches: Iterable[Any]) -> Iterable[Any]:
+    """The caches of all layers, and each of those in mlx-lm's lists of caches."""
+    for cache in caches:
+        if isinstance(cache, CacheList):
+            yield from leaves(cache.caches)
+        else:
+            yield cache
+
+
+def mirrored(caches: Iterable[Any], replace: Callable[[Any], Any]) -> list[Any]:
+    """`caches` with another one in the place of each of their leaves."""
+    return [CacheList(*mirrored(one.caches, replace)) if isinstance(one, CacheList) else replace(one) for one in caches]
 
 
 ONE_ROW_MODELS = frozenset({"gpt_bigcode", "afm7", "longcat_flash_ngram", "llama4", "gemma2", "phi3small"})

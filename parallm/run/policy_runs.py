@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from parallm.checkpoint.manager import check_named, checkpoint_folders
-from parallm.config.run_folder import SWEEP_PREFIX, has_begun
+from parallm.config.run_folder import RUNS_FOLDER, SWEEP_PREFIX, has_begun
 from parallm.config.run_kinds import keys_without_effect
 from parallm.config.schema import RunConfig, policy_configs
 from parallm.errors import ConfigError, InvalidRequest, ParallmError, TrainingStopped, Unavailable, UnknownModel
@@ -27,10 +27,13 @@ from parallm.metrics.display import Display
 from parallm.metrics.eta import Schedule
 from parallm.metrics.formatting import short_path
 from parallm.metrics.happenings import Happenings
+from parallm.metrics.live_run import LiveRun, WatchedDisplay
 from parallm.metrics.log_capture import PROGRESS
 from parallm.metrics.record import RunRecorder
+from parallm.metrics.run_folders import RunFolders
 from parallm.metrics.settings import MetricsSettings
 from parallm.metrics.step import FlatRow, evaluation_row
+from parallm.metrics.watching import Watching
 from parallm.model.adapters.table import AdapterTable
 from parallm.reports import TrainingStatus
 from parallm.rollout.live.source import LiveSource
@@ -138,6 +141,36 @@ def make_policy_specs(
         )
         for name, policy in configs.items()
     )
+
+
+def watched(
+    specs: Sequence[PolicySpec], schedules: Mapping[str, Schedule], folder: Path
+) -> tuple[tuple[PolicySpec, ...], Watching]:
+    """Return the policies with recorders and displays that tell their news, and what tells them on."""
+    own = folder.absolute()
+    folders = RunFolders([RUNS_FOLDER], current=own)
+    watching = Watching(run_id=f"{own.parent.name}~{own.name}", folders=folders)
+    watching.runs = {spec.name: LiveRun(spec.name, watching.news, schedules[spec.name]) for spec in specs}
+    for spec in specs:
+        spec.recorder.live = watching.runs[spec.name]
+    return tuple(
+        dataclasses.replace(spec, display=WatchedDisplay(spec.display, watching.runs[spec.name])) for spec in specs
+    ), watching
+
+
+async def begin_watching(
+    watching: Watching, policies: Sequence[PolicyRun], happenings: Mapping[str, Happenings]
+) -> None:
+    """Fill the histories with what resumed runs have written, and let statuses be those of the trainers."""
+    for policy in policies:
+        live = watching.runs[policy.name]
+        await asyncio.to_thread(live.load, policy.spec.folder)
+        live.status = partial(_status_of, policy)
+        live.note_in(happenings[policy.name])
+
+
+def _status_of(policy: PolicyRun) -> TrainingStatus:
+    return policy.status
 
 
 def happenings_of(policies: Sequence[PolicyRun]) -> dict[str, Happenings]:

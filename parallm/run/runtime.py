@@ -8,7 +8,7 @@ import dataclasses
 import gc
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from fastapi import FastAPI
 from parallm.checkpoint.adapter_paths import find_adapter
 from parallm.checkpoint.adapter_store import AdapterStore
 from parallm.checkpoint.persistent_table import PersistentTable
+from parallm.config.run_folder import RUNS_FOLDER
 from parallm.device.blas import BlasReport, set_blas_threads
 from parallm.device.governor import Governor
 from parallm.device.memory import wire_memory
@@ -40,6 +41,8 @@ from parallm.learner.kernel_list import learner_kernels, packed_kernels
 from parallm.learner.settings import LearnerSettings
 from parallm.metrics.display import RunHeader
 from parallm.metrics.formatting import short_path
+from parallm.metrics.run_folders import RunFolders
+from parallm.metrics.watching import Watching
 from parallm.model.adapters.adapter import Adapter
 from parallm.model.adapters.initial import starting_adapter
 from parallm.model.adapters.reward_head import read_reward_model, refuse_head
@@ -286,13 +289,14 @@ async def open_application(
     reward_models: Mapping[str, RewardModel] | None = None,
     jobs: Jobs | None = None,
     pool: Pool | None = None,
+    watching: Watching | None = None,
     on_act: Callable[[Act], None] = lambda _: None,
 ) -> AsyncIterator[Application]:
     """Answer requests until the end, over HTTP if `listener` is bound; clients that connect before wait.
 
     `on_act` gets what clients do to training and to what is served.
-    `training` is clients' control of the trainers. The other parts are by policy: where clients' trajectories go, what
-    records sampled completions, and the reward models of rollouts.
+    `training` is clients' control of the trainers, `watching` what those see who watch. The other parts are by policy:
+    where clients' trajectories go, what records sampled completions, and the reward models of rollouts.
     """
     settings = runtime.settings
     server_settings, defaults = with_max_tokens(settings.server, runtime.sampling_defaults)
@@ -320,13 +324,17 @@ async def open_application(
         replica=runtime.host,
         jobs=jobs,
         models=pool,
+        watching=watching or Watching(folders=RunFolders([RUNS_FOLDER])),
         on_act=on_act,
     )
     if settings.server.ollama:
         service.base = await asyncio.to_thread(_own_base, runtime)
     app = create_app(service, pool)
     server = None if listener.bound is None else HttpServer(app, listener.bound, settings.server)
-    with _frozen_heap():
+    async with AsyncExitStack() as stack:
+        stack.enter_context(_frozen_heap())
+        if server is not None and server_settings.dashboard:
+            await stack.enter_async_context(service.watching.open())
         try:
             if server is not None:
                 await server.start()

@@ -40,6 +40,7 @@ from parallm.run.operator_state import check_given
 from parallm.run.policy_runs import (
     PolicyRun,
     TrainingControl,
+    begin_watching,
     combined_status,
     happenings_of,
     how_to_resume,
@@ -47,6 +48,7 @@ from parallm.run.policy_runs import (
     note_act,
     raise_failures,
     train_all,
+    watched,
 )
 from parallm.run.runtime import Runtime, RuntimeSettings, header_of, open_application, open_runtime, resolve_model
 from parallm.run.training_data import read_training_data
@@ -174,7 +176,8 @@ async def open_training(
     display = make_display("lines" if is_auto_lines else config.metrics.display, sys.stdout, is_logged=True)
     async with AsyncExitStack() as stack:
         stack.callback(display.close)
-        specs = make_policy_specs(config, folder, display, schedules, parts.recorder)
+        unwatched = make_policy_specs(config, folder, display, schedules, parts.recorder)
+        specs, watching = watched(unwatched, schedules, folder)
         runtime = await stack.enter_async_context(open_runtime(_settings(config, folder), blas, display.message))
         header = header_of(config.name, config.model, blas, shown_url(listener.urls))
         schedule = None if config.policies else schedules[POLICY]
@@ -185,6 +188,8 @@ async def open_training(
             connect(data[spec.name].environment, judge)
             policy_runtime = runtime.for_policy(spec.name)
             policies += (await build_policy_run(spec, policy_runtime, data[spec.name], stack, parts),)
+        happenings = happenings_of(policies)
+        await begin_watching(watching, policies, happenings)
         processes = await stack.enter_async_context(AsyncExitStack())
         for policy in policies:
             await _start_atropos(policy, runtime, listener.url, processes)
@@ -204,7 +209,8 @@ async def open_training(
                 listener,
                 lambda: combined_status({policy.name: policy.status for policy in policies}),
                 training=control,
-                on_act=partial(note_act, happenings_of(policies)),
+                watching=watching,
+                on_act=partial(note_act, happenings),
                 trajectories={policy.name: policy.live for policy in policies if policy.live},
                 sample_stores={
                     policy.name: policy.atropos.sample_store.record for policy in policies if policy.atropos

@@ -26,7 +26,11 @@ from parallm.server.control.routes_replicas import replica_routes
 from parallm.server.control.routes_splits import split_routes
 from parallm.server.control.routes_training import training_routes
 from parallm.server.control.routes_trajectories import trajectory_routes
+from parallm.server.dashboard.measurement import measure
+from parallm.server.dashboard.routes_events import event_routes
 from parallm.server.dashboard.routes_page import page_routes
+from parallm.server.dashboard.routes_runs import run_routes
+from parallm.server.dashboard.routes_session import session_routes
 from parallm.server.dialects.kserve import kserve_routes
 from parallm.server.dialects.routes_generate import generate_routes
 from parallm.server.dialects.routes_identity import absent_routes, identity_routes
@@ -86,7 +90,7 @@ ROUTES: Sequence[Callable[[Service], APIRouter]] = (
     batch_routes,
     fine_tuning_routes,
 )
-DASHBOARD_ROUTES: Sequence[Callable[[Service], APIRouter]] = (page_routes,)
+DASHBOARD_ROUTES: Sequence[Callable[[Service], APIRouter]] = (page_routes, session_routes, run_routes)
 """Routes that exist with `server.dashboard` alone."""
 OLLAMA_ROUTES: Sequence[Callable[[Service], APIRouter]] = (
     generation_routes,
@@ -125,6 +129,9 @@ def create_app(service: Service, pool: Pool | None = None) -> FastAPI:
         *(OLLAMA_ROUTES if settings.ollama else ()),
     ]
     routers = [*(routes(service) for routes in chosen), operation_routes(service, drain)]
+    if settings.dashboard:
+        service.watching.measure = partial(measure, service)
+        routers.append(event_routes(service, drain))
     check_roles(routers)
     for router in routers:
         app.include_router(router)

@@ -18,6 +18,7 @@ from parallm.errors import (
     NotFinite,
     NotStored,
     ParallmError,
+    RunUnreadable,
     Unavailable,
     UnknownModel,
     UnknownObject,
@@ -48,6 +49,10 @@ class ForeignOrigin(NotAllowed):
 
 class ForeignHost(NotAllowed):
     """The request calls this server by a name that is not one of its own."""
+
+
+class TooManyWatchers(ParallmError):
+    """As many pages watch as this server allows."""
 
 
 class UnknownRequest(ParallmError):
@@ -102,6 +107,8 @@ _FAILURES: Mapping[type[Exception], Failure] = {
     FileTooLarge: Failure(413, "file_too_large"),
     NotFinite: Failure(422, "not_finite", param="model"),  # not 5xx: clients would send it again, and get the same
     EngineFull: Failure(429, "engine_full", "rate_limit_error", headers={"Retry-After": "1"}),
+    RunUnreadable: Failure(422, "run_unreadable"),
+    TooManyWatchers: Failure(429, "too_many_watchers", "rate_limit_error", headers={"Retry-After": "10"}),
     ModelError: Failure(422, "invalid_model", param="model"),  # nor would these files load a second time
     CheckpointError: Failure(500, "checkpoint_failed", "server_error"),
     NoMemory: Failure(503, "no_memory", "server_error", param="model", headers={"Retry-After": "5"}),

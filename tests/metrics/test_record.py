@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import ClassVar
 import pytest
 
 from parallm.metrics.json_lines import read_rows
+from parallm.metrics.live_run import LiveRun
+from parallm.metrics.news import News
 from parallm.metrics.record import RunRecorder
 from parallm.metrics.settings import MetricsSettings
 from parallm.metrics.step import StepMetrics
@@ -73,6 +76,7 @@ def test_samples_come_from_as_many_problems_as_possible(tmp_path: Path, step: Ma
     assert [row["completion"] for row in rows] == ["a0", "b0", "a1"]
     assert rows[0] == {
         "step": 7,
+        "time": pytest.approx(time.time(), abs=60),
         "problem_id": "a",
         "prompt": "ask a",
         "completion": "a0",
@@ -232,3 +236,24 @@ def test_a_resumed_run_replaces_the_completions_of_a_repeated_evaluation(
 def test_an_evaluation_without_completions_leaves_no_file_of_them(tmp_path: Path, evaluation: MakeEvaluation) -> None:
     RunRecorder(tmp_path, OFF, {}).evaluation(evaluation(0))
     assert not (tmp_path / "evaluation_samples.jsonl").exists()
+
+
+def test_every_row_has_the_time_and_a_watched_run_the_same_rows(
+    tmp_path: Path, step: MakeStep, evaluation: MakeEvaluation
+) -> None:
+    recorder = RunRecorder(tmp_path, OFF, {})
+    recorder.live = LiveRun("policy", News(), None)
+    recorder.step(step(1), [group("a", 2)])
+    recorder.evaluation(evaluation(1))
+    (row,), (evaluated,) = read_rows(tmp_path / "metrics.jsonl"), read_rows(tmp_path / "evaluations.jsonl")
+    assert row["time"] == read_rows(tmp_path / "samples.jsonl")[0]["time"] == pytest.approx(time.time(), abs=60)
+    assert list(row)[:2] == ["step", "time"]
+    assert evaluated["time"] >= row["time"]
+    assert recorder.live.evaluations == [evaluated]
+    assert recorder.live.history.last_row["time"] == row["time"]
+    again = LiveRun("policy", News(), None)
+    again.load(tmp_path)
+    assert again.history.last_row == recorder.live.history.last_row
+    assert again.evaluations == recorder.live.evaluations
+    again.go_on_after(0)
+    assert (len(again.history), again.evaluations) == (0, [])

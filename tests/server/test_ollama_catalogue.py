@@ -248,7 +248,7 @@ def test_a_model_in_gguf_is_one_file_or_all_its_parts() -> None:
     assert _gguf_file(dict.fromkeys(reversed(parts), "")) == parts[0]
     assert (_gguf_file({"a.gguf": ""}), _gguf_file({"config.json": ""})) == ("a.gguf", "")
     for names in (parts[:1], parts[1:], ["a.gguf", "b.gguf"], [*parts, "config.json"]):
-        with pytest.raises(InvalidRequest, match="one file, or NAME-00001-of-0000N"):
+        with pytest.raises(InvalidRequest, match=r"one file, or NAME-00001-of-0000N.gguf and all its other parts"):
             _gguf_file(dict.fromkeys(names, ""))
 
 

@@ -4,7 +4,6 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import mlx.core as mx
 
@@ -13,7 +12,7 @@ from parallm.engine.kv.shapes import BLOCK, blocks
 from parallm.engine.settings import EngineSettings
 from parallm.errors import ConfigError, ContextTooLong
 from parallm.model.kernels.cuda import on_cuda
-from parallm.model.shared_model import SharedModel
+from parallm.model.shared_model import SharedModel, leaves
 from parallm.types import GenerationRequest
 
 DEVICE_SHARE = 0.4
@@ -133,7 +132,7 @@ def measure_cost(model: SharedModel) -> KvCost:
     model.hidden(mx.zeros((1, 1), mx.int32), caches, None)
     layers: Counter[int | None] = Counter()
     per_sequence = 0
-    for cache in _flattened(caches):
+    for cache in leaves(caches):
         keys = _arrays(getattr(cache, "keys", None))
         if keys:
             # mlx-lm allocates ahead, which is no cost of a position
@@ -142,15 +141,6 @@ def measure_cost(model: SharedModel) -> KvCost:
         else:
             per_sequence += sum(array.nbytes for array in _arrays(cache.state))
     return KvCost(layers=tuple((size, kept) for kept, size in layers.items()), per_sequence=per_sequence)
-
-
-def _flattened(caches: Iterable[Any]) -> Iterable[Any]:
-    """The caches of all layers, and each of those in mlx-lm's lists of caches."""
-    for cache in caches:
-        if hasattr(cache, "caches"):
-            yield from _flattened(cache.caches)
-        else:
-            yield cache
 
 
 def _arrays(part: object) -> list[mx.array]:

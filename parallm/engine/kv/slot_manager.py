@@ -5,26 +5,33 @@ need contiguous slots: the last sequence moves to the slot that another one leav
 """
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import mlx.core as mx
+from mlx_lm.models.cache import ArraysCache
 
 from parallm.engine.kv.attention_metadata import AttentionMetadata, StepIndices
 from parallm.engine.kv.cache import SlotCache
 from parallm.engine.kv.prefix_cache import row_copies
 from parallm.engine.kv.shapes import EMPTY, BufferShape
+from parallm.engine.kv.state_cache import StateCache
 from parallm.model.kernels.slot_copy import can_copy, can_copy_out, copy_out, copy_to_slots
-from parallm.model.shared_model import PlainCache
+from parallm.model.shared_model import PlainCache, leaves, mirrored
 
 Item = TypeVar("Item")
 
 
 class SlotManager:
-    """Keys and values of a batch's sequences, in a slot cache for each layer."""
+    """Keys, values and states of a batch's sequences, in a cache for each layer."""
 
-    def __init__(self, num_layers: int) -> None:
+    def __init__(self, layers: Sequence[Any]) -> None:
+        """`layers`: a model's caches for one row."""
         self.metadata = AttentionMetadata()
-        self.caches = [SlotCache(self.metadata) for _ in range(num_layers)]
+        self._layers = layers
+        if any(isinstance(leaf, ArraysCache) for leaf in leaves(layers)):
+            # rows have their states in the order of the batch, and so their slots
+            self.metadata.is_contiguous = self.metadata.needs_contiguous = True
+        self._set_caches()
         self._slots: list[int] = []  # of each sequence; sequence i has slot i where slots are contiguous
         self._indices = StepIndices()
         self._joining: list[mx.array] = []  # zeros; evaluating them writes joined prompts into the buffers
@@ -34,32 +41,54 @@ class SlotManager:
     def shape(self) -> BufferShape:
         return self.metadata.shape
 
+    def _set_caches(self) -> None:
+        """Let there be empty caches: `caches` as models take them, and the same in two lists."""
+        self.caches = mirrored(self._layers, self._empty)
+        self._keys_values: list[SlotCache] = [leaf for leaf in leaves(self.caches) if isinstance(leaf, SlotCache)]
+        self._states: list[StateCache] = [leaf for leaf in leaves(self.caches) if isinstance(leaf, StateCache)]
+
+    def _empty(self, layer: Any) -> SlotCache | StateCache:
+        return StateCache() if isinstance(layer, ArraysCache) else SlotCache(self.metadata)
+
+    @property
+    def num_states(self) -> int:
+        """Rows that the states have; 0 without states."""
+        return self._states[0].num_rows if self._states else 0
+
     @property
     def buffers(self) -> list[mx.array]:
-        """Keys and values (S, H, L, D) of each layer in turn."""
-        return [array for layer in self.caches for array in layer.state]
+        """Keys and values (S, H, L, D) of each layer in turn, then the states."""
+        keys_values = [array for layer in self._keys_values for array in layer.state]
+        return keys_values + [array for layer in self._states for array in layer.arrays]
 
     @buffers.setter
     def buffers(self, buffers: Sequence[mx.array]) -> None:
-        for index, layer in enumerate(self.caches):
-            layer.state = list(buffers[2 * index : 2 * index + 2])
+        arrays = iter(buffers)
+        for layer in self._keys_values:
+            layer.state = [next(arrays) for _ in layer.state]
+        for state in self._states:
+            state.arrays = [next(arrays) for _ in state.arrays]
 
-    def join(self, cache: Sequence[PlainCache], rows: Sequence[int], lengths: Sequence[int]) -> None:
+    def join(self, cache: Sequence[Any], rows: Sequence[int], lengths: Sequence[int]) -> None:
         """Give slots to new sequences: sequence i gets `lengths[i]` positions of row `rows[i]` of the cache."""
         slots = self._free()[: len(rows)]
-        for layer, prompts in zip(self.caches, cache, strict=True):
+        computed = [leaf for leaf in leaves(cache) if isinstance(leaf, PlainCache)]
+        for layer, prompts in zip(self._keys_values, computed, strict=True):
             layer.allocate(prompts)
-        prompts_N = [array for prompts in cache for array in (prompts.keys, prompts.values)]
+        prompts_N = [array for prompts in computed for array in (prompts.keys, prompts.values)]
         if not self.metadata.is_contiguous and can_copy(prompts_N, self.buffers):
             self._joining.append(copy_to_slots(prompts_N, self.buffers, rows=rows, slots=slots, lengths=lengths))
         else:
-            for layer, prompts in zip(self.caches, cache, strict=True):
+            for layer, prompts in zip(self._keys_values, computed, strict=True):
                 layer.join(_index(slots), prompts, _index(rows))
+        states = [leaf for leaf in leaves(cache) if isinstance(leaf, ArraysCache)]
+        for state, prompt in zip(self._states, states, strict=True):
+            state.join(len(self._slots), prompt, rows)
         self._slots += slots
 
     def clear(self, index: int) -> None:
         """Zero a sequence's slot, which holds NaN and becomes another sequence's."""
-        for layer in self.caches:
+        for layer in self._keys_values:
             layer.clear(self._slots[index])
 
     def leave(self, moves: Sequence[tuple[int, int]], lengths: Sequence[int], num_leaving: int, *, waits: bool) -> None:
@@ -71,6 +100,10 @@ class SlotManager:
             fill(self._slots, moves, num_leaving)
         else:
             self._move(moves, lengths, waits=waits)
+            kept = list(range(len(self._slots)))
+            fill(kept, moves, num_leaving)
+            for state in self._states:
+                state.leave(kept)
             del self._slots[len(self._slots) - num_leaving :]
         if not self._slots:
             self._release()
@@ -96,6 +129,16 @@ class SlotManager:
         else:
             self.metadata.set_lengths(lengths, lengths_S, slots_S)
 
+    def begin_states(self, num_running: int, num_rows: int) -> None:
+        """Prepare the states for a forward of `num_rows`, of which the first `num_running` sequences run."""
+        for state in self._states:
+            state.begin_step(num_running, len(self._slots), num_rows)
+
+    def end_states(self, num_running: int) -> None:
+        """Keep what that forward leaves of the states of those sequences, and the states of others as they were."""
+        for state in self._states:
+            state.end_step(num_running)
+
     def copies(self, index: int, start: int, end: int) -> list[mx.array]:
         """Copies of these positions of a sequence; see `row_copies`."""
         slot, buffers = self._slots[index], self.buffers
@@ -119,7 +162,7 @@ class SlotManager:
             mx.eval(self._joining)
             self._joining = []
         # One layer after the other, so that old and new buffers exist of one layer at a time
-        for layer in self.caches:
+        for layer in self._keys_values:
             if copied := layer.resize(_index(self._slots)):
                 mx.eval(copied)
         self._slots = list(range(len(self._slots)))
@@ -127,11 +170,11 @@ class SlotManager:
     def _move(self, moves: Sequence[tuple[int, int]], lengths: Sequence[int], *, waits: bool) -> None:
         copies = [
             [layer.copies(last, 0, length) for (_, last), length in zip(moves, lengths, strict=True)]
-            for layer in self.caches
+            for layer in self._keys_values
         ]
         if moves and waits:
             mx.eval(copies)
-        for layer, copied in zip(self.caches, copies, strict=True):
+        for layer, copied in zip(self._keys_values, copies, strict=True):
             for (free, _), arrays in zip(moves, copied, strict=True):
                 layer.put(free, arrays)
 
@@ -141,7 +184,7 @@ class SlotManager:
 
     def _release(self) -> None:
         self._slots, self._joining, self.metadata.shape = [], [], EMPTY
-        self.caches = [SlotCache(self.metadata) for _ in self.caches]
+        self._set_caches()
 
 
 def fill(items: list[Item], moves: Sequence[tuple[int, int]], num_leaving: int) -> None:

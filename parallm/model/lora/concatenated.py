@@ -80,6 +80,8 @@ class ConcatenatedLora:
 
 def _own_product(is_own_B1K: mx.array, x_BTI: mx.array, a_IK: mx.array) -> mx.array:
     """The columns of each row's own adapter, zeros in others."""
+    if x_BTI.ndim == 2:  # one token of each row, as Mamba-1 hands on
+        is_own_B1K = is_own_B1K[:, 0]
     # not times 0: another adapter's product with a row may be infinite
     return mx.where(is_own_B1K, x_BTI @ a_IK, 0)
 

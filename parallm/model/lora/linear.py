@@ -85,6 +85,8 @@ class LoraLinear(nn.Module):
         dora_scale = lora.dora_scale(self.target)
         if dora_scale is None:
             return y
+        if dora_scale.ndim > y.ndim:  # of rows, for one token of each
+            dora_scale = dora_scale[:, 0]
         # this form rather than a product with the whole factor: a scale of zero changes no bit
         return y + (dora_scale * (y - self.linear.bias if "bias" in self.linear else y)).astype(y.dtype)
 

@@ -22,6 +22,8 @@ Shape = tuple[int, ...]
 """Inputs and outputs of a target, of experts after their number: (inputs, outputs) or (experts, inputs, outputs)."""
 ROUTERS = frozenset({"gate", "router"})
 """Names of the layers that choose experts in mlx-lm's models; `gate_proj` and `shared_expert_gate` are others."""
+NEVER_CALLED = frozenset({"self_attention_res_proj", "mlp_res_proj"})
+"""Names of linear layers of which kimi_k3 reads the weights as vectors."""
 
 
 def install_lora(base: nn.Module, settings: LoraSettings, lora_context: LoraContext) -> dict[str, Shape]:
@@ -34,7 +36,9 @@ def install_lora(base: nn.Module, settings: LoraSettings, lora_context: LoraCont
     linears = {
         name: module
         for name, module in base.named_modules()
-        if isinstance(module, nn.Linear | nn.QuantizedLinear) and id(module) in layer_of  # neither embedding nor head
+        if isinstance(module, nn.Linear | nn.QuantizedLinear)
+        and id(module) in layer_of  # neither embedding nor head
+        and name.rpartition(".")[2] not in NEVER_CALLED
     }
     experts = _experts(base)
     layers = _layers("all" if settings.layers is None else settings.layers, len(base.layers))

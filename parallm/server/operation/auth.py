@@ -113,7 +113,7 @@ _ROUTES: Mapping[Role, Mapping[str, str]] = {
             /model_info /get_model_info /get_weight_version /weight_info /get_world_size /get_world_size/
             /health_generate /is_paused /metrics /v1/metrics /v1/status /v1/queue /v1/queue/stats
             /v1/adapters /v1/shares /v1/splits /v1/trajectories /info
-            /v1/rl/policies /v2
+            /v1/rl/policies /v2 /v1/session
             /v2/models/{name} /v2/models/{name}/ready
             /v2/models/{name}/versions/{version} /v2/models/{name}/versions/{version}/ready
             /v1/files /v1/files/{file_id} /v1/files/{file_id}/content /v1/batches /v1/batches/{batch_id}
@@ -137,6 +137,9 @@ _ROUTES: Mapping[Role, Mapping[str, str]] = {
     "training": {
         "GET": """
             /debug/training /v1/training/status
+            /v1/events /v1/runs /v1/runs/{run} /v1/runs/{run}/config /v1/runs/{run}/history
+            /v1/runs/{run}/evaluations /v1/runs/{run}/happenings /v1/runs/{run}/checkpoints
+            /v1/runs/{run}/faults /v1/runs/{run}/faults/{step} /v1/runs/{run}/log
             /v1/fine_tuning/jobs /v1/fine_tuning/jobs/{job_id}
             /v1/fine_tuning/jobs/{job_id}/events /v1/fine_tuning/jobs/{job_id}/checkpoints
             /v1/adapters/{model}/archive

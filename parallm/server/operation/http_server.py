@@ -51,6 +51,8 @@ REFUSAL = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\nconnection: cl
 TIMED_OUT = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 LAST_BYTES_SECONDS = 1
 """Time for connections to close after the last answer."""
+WATCHER_SECONDS = 0.5
+"""Time for watchers to get their last event; a client that takes nothing does not delay the end any longer."""
 KEEP_ALIVE_SECONDS = 75  # longer than the pools of common clients, so that they and not we close idle connections
 
 logger = logging.getLogger(__name__)
@@ -372,6 +374,8 @@ class HttpServer:
         if is_running and not await self._drain.wait_until_empty(self._settings.drain_seconds):
             self._drain.cut_off()
             await self._drain.wait_until_empty(LAST_BYTES_SECONDS)
+        if is_running:
+            await self._drain.end_watchers(WATCHER_SECONDS)
         self._server.should_exit = True
         await self.wait()
         self._bound.close()

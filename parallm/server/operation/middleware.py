@@ -15,6 +15,7 @@ import re
 import socket
 import time
 import uuid
+from collections.abc import Callable
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -41,10 +42,13 @@ REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 HOST = re.compile(r"(?:\[(?P<address>[0-9a-fA-F:.]+)\]|(?P<name>[A-Za-z0-9._-]+))(?::\d*)?")
 PAGES = ("/docs", "/docs/try", "/openapi.json", "/", PAGE, f"{PAGE}/")
 """Paths that a link of any page may lead to."""
-VIEWS = frozenset({"/health", "/ready", "/metrics", "/v1/metrics", "/v1/status"})
+VIEWS = frozenset({"/health", "/ready", "/metrics", "/v1/metrics", "/v1/status", "/v1/events"})
 """Paths that programs ask again and again although nobody uses the server."""
 ACTING_GETS = ("/flush_cache", "/health_generate")
 """Paths that SGLang's clients GET although they act. Older browsers embed an address without `Sec-Fetch-Site`."""
+
+
+SECONDS_BETWEEN_LOOKS = 0.01
 
 
 class Drain:
@@ -55,6 +59,7 @@ class Drain:
         self._in_flight: set[RequestContext] = set()
         self._empty = asyncio.Event()
         self._empty.set()
+        self._watchers: dict[RequestContext, Callable[[], None]] = {}
         self._last_left = time.monotonic()
 
     def begin(self) -> None:
@@ -71,7 +76,24 @@ class Drain:
         self._in_flight.add(context)
         self._empty.clear()
 
+    def watch(self, end: Callable[[], None]) -> None:
+        """Count the present request no longer as one in flight: it goes on until `end` is called."""
+        context = current_request.get()
+        assert context is not None, "this middleware is around every request"
+        context.is_watching, context.deadline = True, None
+        self.leave(context)
+        self._watchers[context] = end
+
+    async def end_watchers(self, seconds: float) -> None:
+        """Let watchers go, and wait until they have left or `seconds` are over."""
+        ends = time.monotonic() + seconds
+        while self._watchers and time.monotonic() < ends:
+            for end in self._watchers.values():
+                end()
+            await asyncio.sleep(SECONDS_BETWEEN_LOOKS)
+
     def leave(self, context: RequestContext) -> None:
+        self._watchers.pop(context, None)
         self._in_flight.discard(context)
         if context.route not in VIEWS:
             self._last_left = time.monotonic()
@@ -207,7 +229,8 @@ class RequestMiddleware:
         route = context.route  # the path of the route, not of the request, or a client could make any number of series
         handler, method = route or "none", scope["method"] if scope["method"] in METHODS else "other"
         self._request_metrics.http_requests.labels(handler=handler, method=method, status=f"{status // 100}xx").inc()
-        self._request_metrics.http_seconds.labels(handler=handler, method=method).observe(seconds)
+        if not context.is_watching:
+            self._request_metrics.http_seconds.labels(handler=handler, method=method).observe(seconds)
         if request_log.isEnabledFor(logging.INFO):
             fields = {
                 "request_id": context.request_id,

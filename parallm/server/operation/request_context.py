@@ -38,6 +38,8 @@ class RequestContext:
     """Ends the running work for this request with the error `Draining`."""
     is_given_up: bool = False
     """Set with `give_up`, for the next of several pieces of work."""
+    is_watching: bool = False
+    """Whether this is a stream without an end of its own."""
     route: str | None = None
     """Path of the route, with its parameters by name."""
     api_key: str | None = None

@@ -20,7 +20,22 @@ def shape_of(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: 
     return {"model_type": "llama"} | sizes | rest
 
 
+def hybrid_of(hidden: int, intermediate: int, layers: int, heads: tuple[int, int], key_heads: int, head: int) -> Shape:
+    """Qwen3.5: three layers of the gated delta rule for each of attention, whose heads have 256 channels in the large
+    ones. `heads` are those of attention, and of values in the recurrent layers."""
+    sizes = {"hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers}
+    sizes |= {"num_attention_heads": heads[0], "num_key_value_heads": max(1, heads[0] // 4), "head_dim": 2 * head}
+    sizes |= {"linear_num_key_heads": key_heads, "linear_num_value_heads": heads[1], "linear_conv_kernel_dim": 4}
+    sizes |= {"linear_key_head_dim": head, "linear_value_head_dim": head, "full_attention_interval": 4}
+    rest = {"rms_norm_eps": 1e-6, "max_position_embeddings": 8192, "tie_word_embeddings": True, "vocab_size": 248320}
+    return {"model_type": "qwen3_5"} | sizes | rest
+
+
 SHAPES = {
+    "qwen3.5-4b": hybrid_of(2560, 9216, 32, (16, 32), 16, 128),
+    "qwen3.5-0.8b": hybrid_of(1024, 3584, 24, (8, 16), 16, 128),
+    "hybrid-25m": hybrid_of(512, 1408, 8, (8, 8), 4, 64) | {"vocab_size": 4096, "head_dim": 64},
+    "hybrid-tiny": hybrid_of(64, 128, 4, (4, 4), 2, 16) | {"vocab_size": 384},
     "70b": shape_of(8192, 28672, 80, 64, 8, 128, 128256),
     "8b": shape_of(4096, 14336, 32, 32, 8, 128, 128256),
     "0.5b": shape_of(896, 4864, 24, 14, 2, 64, 151936),

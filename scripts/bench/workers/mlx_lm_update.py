@@ -1,5 +1,7 @@
 """Seconds and peak memory of LoRA training as mlx-lm does it: its layers, its compiled step, AdamW.
 
+With `compiled: false` its step is not compiled as a whole, which takes minutes for a recurrence that loops over tokens.
+
 Its own loss computes logits for prompts, too, and leaves them out of the sum; `head: completions` is the same loss of
 completion tokens alone, which ours and PyTorch's side compute. Unless the settings name the rows of a pass, it looks
 for those with which it is fastest; passes that do not fit into memory are left out.
@@ -9,7 +11,6 @@ import gc
 import sys
 import time
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -17,22 +18,22 @@ import mlx.nn as nn
 import mlx.optimizers
 import numpy as np
 from mlx.utils import tree_map
-from mlx_lm.models.llama import Model, ModelArgs
 from mlx_lm.tuner.trainer import default_loss
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from bench.compare import Settings, tune
 from bench.workers.loads import SHAPES, Shape
+from bench.workers.random_model import random_base
 
 WARM_UP = 2  # the second update finds moments that the first one has made, and is compiled anew
 
 
 class Updates:
     def __init__(self, shape: Shape, rows: int, prompt: int, completion: int) -> None:
-        self._model = Model(ModelArgs.from_dict(shape))
-        self._model.set_dtype(mx.bfloat16 if mx.default_device() != mx.Device(mx.cpu) else mx.float32)
+        self._model = random_base(shape)
         self._model.freeze()
-        keys = [name for name, module in self._model.layers[0].named_modules() if isinstance(module, nn.Linear)]
+        modules = [module for layer in self._model.layers for module in layer.named_modules()]
+        keys = {name for name, module in modules if isinstance(module, nn.Linear)}
         linear_to_lora_layers(
             self._model, shape["num_hidden_layers"], {"rank": 16, "scale": 2.0, "dropout": 0.0, "keys": keys}
         )
@@ -52,7 +53,6 @@ class Updates:
         state = [model.state, optimizer.state, mx.random.state]
         passes = self._tokens.shape[0] // rows
 
-        @partial(mx.compile, inputs=state, outputs=state)
         def step(batch: mx.array, spans: mx.array, gathered: Any, do_update: bool) -> tuple[mx.array, Any]:
             (loss, _), gradients = value_and_grad(model, batch, spans)
             if gathered is not None:
@@ -62,6 +62,8 @@ class Updates:
                 gradients = None
             return loss, gradients
 
+        if settings.get("compiled", True):
+            step = mx.compile(step, inputs=state, outputs=state)
         found: list[float] = []
         for repeat in range(repeats + WARM_UP):
             if repeat == WARM_UP:
@@ -78,7 +80,9 @@ class Updates:
     def _completion_loss(self, model: nn.Module, batch: mx.array, lengths: mx.array) -> tuple[mx.array, mx.array]:
         """`default_loss` with the head for the tokens alone that count in it."""
         first = self._prompt - 1
-        logits = model.lm_head(model.model(batch[:, :-1])[:, first:])
+        owner = getattr(model, "language_model", model)
+        hidden = owner.model(batch[:, :-1])[:, first:]
+        logits = owner.lm_head(hidden) if "lm_head" in owner else owner.model.embed_tokens.as_linear(hidden)
         losses = nn.losses.cross_entropy(logits, batch[:, 1 + first :])
         return losses.astype(mx.float32).sum() / losses.size, mx.array(losses.size)
 

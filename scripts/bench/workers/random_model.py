@@ -4,12 +4,12 @@ from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.llama import Model, ModelArgs
-from mlx_lm.utils import load_tokenizer
+from mlx_lm.utils import _get_classes, load_tokenizer
 
 from bench.workers.loads import Shape
 from parallm.model.chat.tokenizer import ChatTokenizer
 from parallm.model.load import NANO, share_model
+from parallm.model.quantized import cast
 from parallm.model.settings import ModelSettings
 from parallm.model.shared_model import SharedModel
 
@@ -17,8 +17,9 @@ from parallm.model.shared_model import SharedModel
 def random_base(shape: Shape) -> nn.Module:
     """mlx-lm's own model: bfloat16 on a GPU, float32 on a CPU; quantized where the shape says so. Not evaluated."""
     on_gpu = mx.default_device() != mx.Device(mx.cpu)
-    base: nn.Module = Model(ModelArgs.from_dict(shape))
-    base.set_dtype(mx.bfloat16 if on_gpu else mx.float32)
+    model_class, arguments_class = _get_classes(shape)
+    base: nn.Module = model_class(arguments_class.from_dict(shape))
+    cast(base, mx.bfloat16 if on_gpu else mx.float32)
     if "quantization" in shape:
         nn.quantize(base, **shape["quantization"])
     return base

@@ -5,7 +5,8 @@ settings are given, it looks for those with which it is fastest, one after the o
 warms up. What does not fit into memory, or does not run, is left out.
 
 rows: of a pass. adapters: type of LoRA's matrices. precision: torch.set_float32_matmul_precision. attention: kernels
-of scaled_dot_product_attention, `any` leaves the choice to PyTorch. compiled: the loss through torch.compile.
+of scaled_dot_product_attention, `any` leaves the choice to PyTorch. compiled: the loss through torch.compile. has_fla:
+whether transformers finds flash-linear-attention's kernels for recurrent layers.
 """
 
 import gc
@@ -13,12 +14,13 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from bench.compare import Settings, tune
 from bench.workers.loads import SHAPES, Shape
@@ -38,10 +40,9 @@ START = {"adapters": "float32", "precision": "highest", "attention": "any", "com
 
 class Updates:
     def __init__(self, shape: Shape, rows: int, prompt: int, completion: int) -> None:
-        fields = {name: value for name, value in shape.items() if name != "model_type"}
         torch.set_default_dtype(torch.bfloat16 if ON_GPU else torch.float32)
         with torch.device(DEVICE):
-            base = LlamaForCausalLM(LlamaConfig(**fields, attn_implementation="sdpa"))
+            base = random_base(shape)
         self._completion = completion
         self._model = get_peft_model(base, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"))
         self._trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
@@ -82,6 +83,13 @@ class Updates:
         return -torch.exp(logprobs - logprobs.detach()).sum()
 
 
+def random_base(shape: Shape) -> PreTrainedModel:
+    fields = {name: value for name, value in shape.items() if name != "model_type"}
+    if shape["model_type"] == "qwen3_5":
+        return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**fields, attn_implementation="sdpa"))
+    return LlamaForCausalLM(LlamaConfig(**fields, attn_implementation="sdpa"))
+
+
 def kernels(name: str) -> AbstractContextManager[None]:
     return sdpa_kernel(KERNELS[name]) if name in KERNELS else nullcontext()
 
@@ -118,4 +126,5 @@ def main(
         best = tune(trials[0].settings, {"rows": passes, "compiled": (True,)}, trial)[0].settings
     seconds = updates.seconds(best, repeats)
     peak = torch.cuda.max_memory_allocated() / 1e9 if ON_GPU else None
-    return {"seconds": seconds, "peak_gb": peak, "settings": best}
+    has_fla = find_spec("fla") is not None
+    return {"seconds": seconds, "peak_gb": peak, "settings": best, "has_fla": has_fla}

@@ -219,7 +219,8 @@ def test_a_model_that_the_kernel_does_not_know_has_its_rows_side_by_side(
 
 def free_slots(load_tiny: LoadTiny) -> tuple[SlotManager, Sequence[PlainCache]]:
     """Eight, and a prompt of four tokens that may join."""
-    slots, model = SlotManager(2), load_tiny("llama")
+    model = load_tiny("llama")
+    slots = SlotManager(model.make_cache())
     cache = model.make_cache()
     mx.eval(model.hidden(mx.array([[5, 9, 4, 17]]), cache, None))
     slots.metadata.shape = BufferShape(8, 32)

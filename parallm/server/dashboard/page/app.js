@@ -1,4 +1,5 @@
 // Starts the page: the session, then the history and the stream at once; opens the view of the address.
+import { mount } from "./actions.js";
 import { h, put, write } from "./element.js";
 import { askForKey } from "./dialogs.js";
 import { buildHeader, buildNavigation, isPossible } from "./header.js";
@@ -77,7 +78,7 @@ async function showView() {
   const root = h("div.view", { class: `view-${view.name}` });
   const context = contextOf(place, root);
   const mine = (open = { name: place.view, result: null, close: context.close });
-  put(main, h("h1", view.title), root);
+  put(main, h("h1", view.title), state.denied ? h("p.note", `What training has made is not shown: ${state.denied}.`) : null, root);
   document.title = `${view.title} · ParaLLM`;
   try {
     const module = await view.load();
@@ -111,7 +112,7 @@ async function follow() {
 async function start() {
   takeKeyFromAddress();
   whenKeyIsMissing(askForKey);
-  window.actionsSlot = buildHeader();
+  mount(buildHeader());
   buildNavigation();
   try {
     await readSession();

@@ -17,6 +17,7 @@ export const state = {
   happenings: [],
   status: {}, // of the policy that is looked at
   pulse: {},
+  denied: "", // why what training has made may not be read
   connection: "connecting", // live, late, lost, hidden, off
   newsAt: 0, // performance.now() / 1000 of the newest event
   ahead: 0, // seconds by which the server's clock is ahead of this one's
@@ -62,7 +63,12 @@ export async function look(run, policy) {
 async function readAnew() {
   const { run, policy } = state;
   if (run === null) return tell("history", null);
-  const history = await readHistory(run, policy).catch((error) => (error.status === 404 ? null : Promise.reject(error)));
+  state.denied = "";
+  const history = await readHistory(run, policy).catch((error) => {
+    if (![403, 404].includes(error.status)) throw error;
+    if (error.status === 403) state.denied = error.message;
+    return null;
+  });
   if (state.run !== run || state.policy !== policy) return;
   state.history = history;
   tell("history", history);
