@@ -285,6 +285,10 @@ def read_adapter(
             "step": int(metadata.get("step", "0")),
         }
         task = from_json(metadata["task"]) if "task" in metadata else read_task_spec(folder)
+        if task is not None and task.dense:
+            raise ModelError(
+                "modules.json has a Dense, and an adapter brings no such layers here; merge it into its base"
+            )
         if isinstance(config, MlxConfig):
             adapter = _from_mlx(config, arrays, metadata, identity)
         else:
