@@ -46,6 +46,10 @@ class UnknownObject(NotFound):
     """No file, batch or job of that id, or none of this client."""
 
 
+class RolloutsDamaged(ParallmError):
+    """A file of a step's completions that cannot be read."""
+
+
 class FileTooLarge(InvalidRequest):
     """A file beyond the size that the server stores."""
 

@@ -12,6 +12,7 @@ from parallm.conversation import ToolCall
 
 TrafficClass = Literal["serving", "rollout"]
 FinishReason = Literal["stop", "length", "abort"]
+TrajectoryState = Literal["waiting", "rewarded", "trained", "dropped"]
 Split = Literal["train", "test"]
 Pooling = Literal["cls", "last", "mean", "max", "mean_sqrt_len", "weighted_mean"]
 Task = Literal["embed", "score", "classify"]
@@ -463,6 +464,34 @@ class GivenUpdate:
     """Why the update changed nothing, if so."""
     checkpoint: str | None
     """Folder of the checkpoint, if one was asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecentTrajectory:
+    """A completion that a client has marked for training, or what is known of one that has left the buffer.
+
+    Example: `RecentTrajectory(id="cmpl-7-0", state="waiting", age=4.0, version=12, text="5", finish_reason="stop",
+    prompt_tokens=(1, 27))`.
+    """
+
+    id: str
+    state: TrajectoryState
+    """`trained` also in a step that no checkpoint holds yet."""
+    reason: str | None = None
+    """Why it was dropped."""
+    reward: float | None = None
+    parts: Mapping[str, float] = field(default_factory=dict)
+    waited: float | None = None
+    """Seconds from its sampling to its first reward."""
+    age: float | None = None
+    """Seconds since it was sampled; like all that follows None or empty once it has left the buffer."""
+    version: int | None = None
+    """Version that sampled its last token."""
+    step: int | None = None
+    """Step that learns from it, before a checkpoint holds that step."""
+    text: str | None = None
+    finish_reason: FinishReason | None = None
+    prompt_tokens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

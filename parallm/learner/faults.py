@@ -34,7 +34,8 @@ class Faults:
 
     def __init__(self, groups: Sequence[TrajectoryGroup]) -> None:
         self._culprits: dict[FaultKind, list[Culprit]] = {}
-        self._completions: list[Culprit] = []
+        self.completions: list[Culprit] = []
+        """The completions of `groups`, with the places that they had before others were dropped."""
         left_out: list[Culprit] = []
         self.groups: list[TrajectoryGroup] = []
         """The groups without dropped completions."""
@@ -45,7 +46,7 @@ class Faults:
             ]
             left_out += [completion for completion in checked if completion.reason]
             kept = [completion for completion in checked if not completion.reason]
-            self._completions += kept
+            self.completions += kept
             if kept:
                 trajectories = tuple(group.trajectories[completion.index] for completion in kept)
                 self.groups.append(replace(group, trajectories=trajectories) if len(kept) < len(checked) else group)
@@ -114,7 +115,7 @@ class Faults:
 
     def _blame(self, kind: FaultKind, index: int, reason: str) -> None:
         """`index` counts the completions of the step."""
-        self._culprits.setdefault(kind, []).append(replace(self._completions[index], reason=reason))
+        self._culprits.setdefault(kind, []).append(replace(self.completions[index], reason=reason))
 
 
 def named_culprits(culprits: Sequence[Culprit]) -> str:

@@ -5,7 +5,7 @@ The learner owns the trained adapter and its optimizer, and knows nothing of ser
 
 import math
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,6 +17,7 @@ import numpy as np
 from parallm.device.streams import DeviceStreams
 from parallm.learner.adapter_learner import AdapterLearner, OptimizerStep, with_change
 from parallm.learner.faults import Faults
+from parallm.learner.look import Look
 from parallm.learner.loss.objective import resolve_objective
 from parallm.learner.optimizer import learning_rate
 from parallm.learner.passes.batch import MicroBatch, make_micro_batches
@@ -25,6 +26,7 @@ from parallm.learner.passes.lm_head import Stages, run_stages
 from parallm.learner.passes.packing import takes_rows
 from parallm.learner.passes.scoring import ScoredStep, TokenLoss, score_step, token_losses
 from parallm.learner.settings import LearnerSettings
+from parallm.metrics.rollout_format import LearnedCompletion
 from parallm.model.adapters.adapter import Adapter
 from parallm.model.kernels.cuda import on_cuda
 from parallm.model.shared_model import SharedModel
@@ -146,6 +148,7 @@ class Learner(AdapterLearner):
         self._objective = resolve_objective(settings)
         self._builder = GraphBuilder(streams.handles[0])
         self._takes_rows = takes_rows(model)
+        self._look = Look((), ())
         self._gradient = PolicyGradient(
             model,
             streams,
@@ -160,14 +163,18 @@ class Learner(AdapterLearner):
         """Whether it also learns from groups with equal rewards."""
         return self._objective.needs_all_groups
 
-    def update(self, groups: Sequence[TrajectoryGroup], *, step: int, max_tokens: int) -> Iterator[UpdateReport | Unit]:
+    def update(
+        self, groups: Sequence[TrajectoryGroup], *, step: int, max_tokens: int, look: Collection[int] = ()
+    ) -> Iterator[UpdateReport | Unit]:
         """One optimizer step over `groups`. Yields after each round of micro-batches, the report last.
 
         A step with a value that is not finite changes neither weights nor moments; `skipped`, `fault` and `culprits` of
         the report name it, and `left_out` the completions with unusable rewards. `max_tokens` is the limit of a
-        completion, which Dr. GRPO divides by.
+        completion, which Dr. GRPO divides by. `look`: completions, counted over all groups, whose numbers `take_looked`
+        will hand over.
         """
         totals, faults = UpdateTotals(), Faults(groups)
+        self._look = Look(look, groups)
         weights = LoraWeights(self.adapter, self._model)
         scored = ScoredStep(batches=[])
         if faults.kind is None:
@@ -183,6 +190,10 @@ class Learner(AdapterLearner):
             skipped = faults.message
         seconds = scored.seconds + passes.seconds + time.perf_counter() - began
         yield with_change(self._report(totals, norm, step, seconds, skipped, faults), optimizer_step)
+
+    def take_looked(self) -> list[LearnedCompletion]:
+        """Hand over what the last update computed of the completions that it was to look at, and forget it."""
+        return self._look.take()
 
     def losses(self, groups: Sequence[TrajectoryGroup]) -> Iterator[TokenLoss]:
         """Score completions with the newest version, without dropout, in the same units as `update`."""
@@ -291,6 +302,7 @@ class Learner(AdapterLearner):
     ) -> None:
         for pair in zip(batches, statistics, strict=True):
             self._add(totals, *pair)
+            self._look.add(*pair, faults.completions)
         faults.check_passes(batches, statistics, norm)
 
     def _add(self, totals: UpdateTotals, batch: MicroBatch, statistics: TokenStatistics) -> None:

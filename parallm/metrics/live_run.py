@@ -14,6 +14,7 @@ from parallm.metrics.happenings import Happenings
 from parallm.metrics.history import History
 from parallm.metrics.json_lines import read_rows
 from parallm.metrics.news import News
+from parallm.metrics.rollout_folder import RolloutFolder
 from parallm.metrics.step import StepMetrics
 from parallm.reports import EvaluationReport, TrainingStatus
 
@@ -42,6 +43,8 @@ class LiveRun:
         self.eta = Eta(schedule)
         self.status: Callable[[], TrainingStatus] = lambda: TrainingStatus(state="starting")
         """Status of the trainer; replaced as soon as there is one."""
+        self.rollouts: RolloutFolder | None = None
+        """Completions of its steps; None where none are kept."""
         self.happenings: Happenings | None = None
         """What happens beside steps; None where nothing is noted."""
         self._news = news

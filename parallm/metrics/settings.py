@@ -19,6 +19,11 @@ class MetricsSettings(DisplaySettings):
     """Completions per step written to samples.jsonl."""
     samples_per_evaluation: int = Field(default=64, ge=0)
     """Greedy completions per evaluation written to evaluation_samples.jsonl, always of the same problems."""
+    rollouts: Literal["off", "some", "all"] = "all"
+    """Completions with the numbers of their tokens, written to rollouts/ beside the loop: those of all problems of a
+    step, or of up to 4."""
+    rollout_bytes: int = Field(default=256 * 1024 * 1024, ge=1024 * 1024)
+    """Bytes of rollouts/ on disk; beyond them steps are thinned out evenly."""
     wandb: Literal["off", "online", "offline"] = "off"
     """Weights & Biases: `online` sends the metrics of each step there, `offline` keeps them in the run folder."""
     trackio: bool = False

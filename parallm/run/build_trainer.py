@@ -3,6 +3,7 @@
 `run/train.py` calls it for each policy as soon as the model is loaded.
 """
 
+import asyncio
 import dataclasses
 import logging
 from collections.abc import Sequence
@@ -20,7 +21,11 @@ from parallm.integrations.atropos.trainer_client import Registration
 from parallm.learner.datasets import Dataset
 from parallm.learner.learner import Learner
 from parallm.learner.loss.objective import resolve_objective
+from parallm.metrics.json_lines import read_rows
+from parallm.metrics.rollout_files import RolloutFiles
+from parallm.metrics.token_texts import TokenTexts
 from parallm.model.adapters.adapter import Adapter
+from parallm.model.chat.tokenizer import ChatTokenizer
 from parallm.rollout.evaluation import Evaluator
 from parallm.rollout.live.scoring_functions import environment_scoring_functions
 from parallm.rollout.live.source import LiveSource
@@ -38,10 +43,14 @@ from parallm.trainer.given_update import GivenUpdates
 from parallm.trainer.live_trainer import ClientTrainer, LiveTrainer
 from parallm.trainer.loop import Loop
 from parallm.trainer.reward_training import open_reward_model, reward_model_context
+from parallm.trainer.rollout_record import RolloutRecord
 from parallm.trainer.saving import fingerprint_of, restore, write_adapter
 from parallm.trainer.supervised_trainer import SupervisedTrainer, add_held_out_loss, tokenize
 from parallm.trainer.trainer import Trainer
 from parallm.types import TrajectoryGroup
+
+SAMPLING = ("rollouts", "live", "atropos")
+"""Kinds of runs whose steps have completions."""
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +112,7 @@ async def build_policy_run(
         live=live,
         atropos=atropos,
         given_updates=given_updates,
+        rollouts=None if context.rollouts is None else context.rollouts.reading,
     )
 
 
@@ -197,8 +207,24 @@ async def _trainer_context(
         facts=facts,
         recorder=spec.recorder,
         display=spec.display,
+        rollouts=_rollouts(spec, tokenizer, sources) if kind in SAMPLING and parts.is_leader else None,
         make_pacing=parts.make_pacing(learner),
     )
+
+
+def _rollouts(spec: PolicySpec, tokenizer: ChatTokenizer, sources: AsyncExitStack) -> RolloutRecord | None:
+    """Return what keeps the completions of each step; it is written to the end before `sources` are closed."""
+    amount, evaluations = spec.config.metrics.rollouts, read_rows(spec.folder / "evaluations.jsonl")
+    if amount == "off":
+        return None
+    files = RolloutFiles(
+        spec.folder,
+        TokenTexts(partial(tokenizer.decode, special=True)),
+        max_bytes=spec.config.metrics.rollout_bytes,
+        evaluated=[row["step"] for row in evaluations],
+    )
+    sources.push_async_callback(asyncio.to_thread, files.close)
+    return RolloutRecord(files, amount)
 
 
 async def _supervised(
@@ -240,7 +266,10 @@ async def _restore(
     load = partial(context.checkpoints.load, config.checkpoint.resume, context.fingerprint, context.facts)
     state = await on_device(runtime.device, load)
     if config.checkpoint.resume == "auto":
-        spec.recorder.go_on_after(0 if state is None else state.step)
+        step = 0 if state is None else state.step
+        spec.recorder.go_on_after(step)
+        if context.rollouts is not None:
+            context.rollouts.go_on_after(step)
     if state is not None:
         await on_device(runtime.device, partial(restore, context, state, serve=config.trainer.publish_if == "always"))
         trainer.resume(state)

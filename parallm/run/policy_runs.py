@@ -30,6 +30,7 @@ from parallm.metrics.happenings import Happenings
 from parallm.metrics.live_run import LiveRun, WatchedDisplay
 from parallm.metrics.log_capture import PROGRESS
 from parallm.metrics.record import RunRecorder
+from parallm.metrics.rollout_folder import RolloutFolder
 from parallm.metrics.run_folders import RunFolders
 from parallm.metrics.settings import MetricsSettings
 from parallm.metrics.step import FlatRow, evaluation_row
@@ -87,6 +88,8 @@ class PolicyRun:
     """The trajectories of Atropos environments, for rollout=atropos."""
     given_updates: GivenUpdates | None
     """Updates on trajectories of clients; None for supervised training, reward models and several workers."""
+    rollouts: RolloutFolder | None
+    """The completions of its steps; None where none are kept."""
 
     @property
     def name(self) -> str:
@@ -166,6 +169,7 @@ async def begin_watching(
         live = watching.runs[policy.name]
         await asyncio.to_thread(live.load, policy.spec.folder)
         live.status = partial(_status_of, policy)
+        live.rollouts = policy.rollouts
         live.note_in(happenings[policy.name])
 
 

@@ -31,6 +31,7 @@ from parallm.server.dashboard.measurement import measure
 from parallm.server.dashboard.routes_device import device_routes
 from parallm.server.dashboard.routes_events import event_routes
 from parallm.server.dashboard.routes_page import page_routes
+from parallm.server.dashboard.routes_rollouts import rollout_routes
 from parallm.server.dashboard.routes_runs import run_routes
 from parallm.server.dashboard.routes_session import session_routes
 from parallm.server.dialects.kserve import kserve_routes
@@ -96,7 +97,12 @@ ROUTES: Sequence[Callable[[Service], APIRouter]] = (
 )
 PAGE_ROUTES: Sequence[Callable[[PageHost], APIRouter]] = (page_routes, run_routes)
 """Routes that need no model."""
-DASHBOARD_ROUTES: Sequence[Callable[[Service], APIRouter]] = (*PAGE_ROUTES, session_routes, device_routes)
+DASHBOARD_ROUTES: Sequence[Callable[[Service], APIRouter]] = (
+    *PAGE_ROUTES,
+    session_routes,
+    device_routes,
+    rollout_routes,
+)
 """Routes that exist with `server.dashboard` alone."""
 OLLAMA_ROUTES: Sequence[Callable[[Service], APIRouter]] = (
     generation_routes,

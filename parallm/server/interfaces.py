@@ -24,9 +24,11 @@ from parallm.types import (
     GivenUpdate,
     Grammar,
     Message,
+    RecentTrajectory,
     ScoringRequest,
     TaskSpec,
     TokenEvent,
+    TrajectoryState,
 )
 
 
@@ -388,5 +390,8 @@ class Trajectories(Protocol):
         """Wait until all completions and rewards so far are on disk. Raises NotStored."""
 
     def report(self) -> TrajectoryReport: ...
+    def recent(self, state: TrajectoryState | None, limit: int) -> list[RecentTrajectory]:
+        """Return up to `limit` of what clients have marked, the newest first; of `state` alone, if one is given."""
+
     def listen(self, on_reward: Callable[[str, float], None]) -> None:
         """Call `on_reward` with the id and the sum of each reward from now on, those of scoring functions included."""

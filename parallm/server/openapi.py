@@ -177,6 +177,75 @@ HISTORY = {
     "columns": {"reward/mean": {"low": [0.1, 0.4], "high": [0.5, 0.6], "last": [0.45, 0.58]}},
     "constant": {"faults/total": 0},
 }
+ROLLOUT_STEPS = {
+    "steps": [
+        {
+            "step": 412,
+            "time": 1769893450.1,
+            "groups": 16,
+            "completions": 128,
+            "reward_mean": 0.61,
+            "with_signal": 11,
+            "kept": False,
+        }
+    ],
+    "damaged": [],
+    "dropped": 0,
+}
+ROLLOUT_GROUPS = {
+    "step": 412,
+    "time": 1769893450.1,
+    "groups": [
+        {
+            "group": 3,
+            "problem_id": "arithmetic/train/77",
+            "environment": "",
+            "prompt": "12 + 3 = ?",
+            "answer": "15",
+            "rewards": [0, 1],
+            "advantages": [-0.5, 0.5],
+            "lengths": [3, 2],
+            "finish_reasons": ["stop", "stop"],
+            "versions": [411],
+            "faulty": [],
+        }
+    ],
+    "more": 0,
+    "environments": [],
+}
+ROLLOUT_GROUP = {
+    "step": 412,
+    "group": 3,
+    "groups": 16,
+    "problem_id": "arithmetic/train/77",
+    "environment": "",
+    "messages": [{"role": "user", "content": "12 + 3 = ?"}],
+    "answer": "15",
+    "faulty": [],
+    "completions": [
+        {
+            "index": 1,
+            "reward": 1,
+            "parts": {"correct": 1},
+            "advantage": 0.5,
+            "finish_reason": "stop",
+            "temperature": 1,
+            "versions": [{"version": 411, "start": 0, "end": 2}],
+            "text": "15",
+            "tokens": {
+                "ids": [868, 2],
+                "texts": ["15", "<|end|>"],
+                "logprobs": [-0.21, -0.001],
+                "learner_logprobs": None,
+                "entropies": [0.31, 0.01],
+                "trained": [[0, 2]],
+                "clipped": [],
+                "advantages": None,
+                "learned": True,
+            },
+        }
+    ],
+}
 TRAINER = {
     "api": replicas.API,
     "session": "5f0c1a",
@@ -516,6 +585,10 @@ _DOCUMENTS: Mapping[str, Row] = {
     "GET /, HEAD /": Row(media_type="text/plain"),
     "GET /v1/session": Row(answer_example=SESSION),
     "GET /v1/events": Row(media_type="text/event-stream", errors=(429,)),
+    "GET /v1/runs/{run}/rollouts": Row(answer_example=ROLLOUT_STEPS, errors=(404,)),
+    "GET /v1/runs/{run}/rollouts/{step}": Row(answer_example=ROLLOUT_GROUPS, errors=(404, 422)),
+    "GET /v1/runs/{run}/rollouts/{step}/{group}": Row(answer_example=ROLLOUT_GROUP, errors=(404, 422)),
+    "GET /v1/trajectories/recent": Row((), (trajectories.RecentTrajectories,)),
     "GET /v1/device": Row(
         answer_example={
             "now": 1769893450.1,

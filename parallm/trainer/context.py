@@ -18,6 +18,7 @@ from parallm.tasks.encoder_learner import EncoderLearner
 from parallm.trainer.encoder_evaluators import EncoderEvaluator
 from parallm.trainer.evaluators import DemonstrationEvaluator, PairEvaluator
 from parallm.trainer.pacing import Evaluate, Pacing, Save
+from parallm.trainer.rollout_record import RolloutRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +36,8 @@ class TrainerContext:
     facts: RunFacts
     recorder: RunRecorder
     display: Display
+    rollouts: RolloutRecord | None = None
+    """What keeps the completions of each step for people to read; None: `metrics.rollouts=off`."""
     make_pacing: Callable[[Save, Evaluate], Pacing] = Pacing
     """Called with what saves and what evaluates between two steps."""
 

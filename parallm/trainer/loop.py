@@ -15,6 +15,7 @@ from typing import Any
 
 from parallm.checkpoint.state import TrainingState
 from parallm.errors import CheckpointError, TrainingStopped, Unavailable
+from parallm.learner.learner import Learner
 from parallm.metrics.step import StepMetrics
 from parallm.model.adapters.adapter import Adapter
 from parallm.reports import EvaluationReport, State, TrainingStatus, UpdateReport
@@ -179,17 +180,23 @@ class Loop(ABC):
         self, groups: Sequence[TrajectoryGroup], *, max_tokens: int, serve: bool | None = None
     ) -> UpdateReport:
         """Train on `groups` and publish the new version if any weight has moved. `serve`: see `Publication.publish`."""
-        units: Iterator[UpdateReport | Future[Any] | None] = self._context.learner.update(
-            groups, step=self._step, max_tokens=max_tokens
-        )
-        report = await asyncio.wrap_future(self._context.device.iterate(units))
+        report = await asyncio.wrap_future(self._context.device.iterate(self._units(groups, max_tokens)))
         assert report is not None, "an update ends with its report"
+        if self._context.rollouts is not None and isinstance(self._context.learner, Learner):
+            self._context.rollouts.take(self._context.learner, groups)
         self._has_updated = report.skipped is None
         if report.skipped is None and report.has_moved:
             self._publication.publish(self._context.learner.adapter, serve=serve)
             now = datetime.now(UTC).isoformat(timespec="milliseconds")
             self.status = replace(self.status, last_update=now, loss=report.loss)
         return report
+
+    def _units(self, groups: Sequence[TrajectoryGroup], max_tokens: int) -> Iterator[UpdateReport | Future[Any] | None]:
+        """The units of an update, which keeps what people want to see of it."""
+        learner, rollouts = self._context.learner, self._context.rollouts
+        if rollouts is None or not isinstance(learner, Learner):
+            return learner.update(groups, step=self._step, max_tokens=max_tokens)
+        return learner.update(groups, step=self._step, max_tokens=max_tokens, look=rollouts.look(groups))
 
     async def _judge(
         self, metrics: StepMetrics, *, trained: Sequence[TrajectoryGroup], sampled: Sequence[TrajectoryGroup] = ()
@@ -207,6 +214,8 @@ class Loop(ABC):
         metrics = replace(metrics, guard=self._guard.row())
         self._context.recorder.step(metrics, sampled)
         self._context.display.step(metrics)
+        if self._context.rollouts is not None and sampled:
+            self._context.rollouts.write(metrics.step, sampled, metrics.update)
         collected = self.status.trajectories_collected + sum(len(group.trajectories) for group in sampled)
         self.status = replace(self.status, metrics=metrics.to_flat(), trajectories_collected=collected)
 
@@ -236,6 +245,8 @@ class Loop(ABC):
         report = await self._evaluations.evaluate(self._step, self.pacing.stopping, is_requested=is_requested)
         if report is not None:
             self._publication.evaluated(report)
+            if self._context.rollouts is not None:
+                self._context.rollouts.evaluated(report.step)
         if self._evaluations.is_out_of_patience:
             self._context.display.message(
                 f"training ends after step {self._step}: the last {self._settings.patience} evaluations were no better "

@@ -7,7 +7,7 @@ import json
 import math
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 NOW = 1_763_900_000.0
@@ -42,9 +42,16 @@ class Answers:
     role: str = "admin"
     seed: int = 0
     epoch: str = "b71e"
+    num_texts: int = 1
+    """Rows of each list of texts, and names of each kind."""
     rows: list[dict[str, float]] = field(default_factory=list)
+    histories: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        names = range(self.num_texts)
+        self.parts = [f"reward_part/{self.text('reward part')}" for _ in names]
+        self.environments = [f"environment/{self.text('environment')}/reward" for _ in names]
+        self.settings = [self.text("setting") for _ in names]
         self.rows = [self.row(step) for step in range(1, self.num_steps + 1)] if self.trains else []
 
     def row(self, step: int) -> dict[str, float]:
@@ -66,12 +73,16 @@ class Answers:
             "parity/mean_abs": 0.0,
             "rollout/tokens_per_second": noise.gauss(5400, 300),
             "seconds/total": noise.gauss(4, 0.3),
-            f"reward_part/{self.text('reward part')}": noise.random(),
-            f"environment/{self.text('environment')}/reward": noise.random(),
+            **{name: noise.random() for name in (*self.parts, *self.environments)},
         }
         return {name: round(value, 6) for name, value in (values | own).items()}
 
     def history(self, points: int = POINTS) -> dict[str, Any]:
+        if points not in self.histories:
+            self.histories[points] = self._history(points)
+        return self.histories[points]
+
+    def _history(self, points: int) -> dict[str, Any]:
         bucket = 1
         while self.num_steps / bucket > points:
             bucket *= 2
@@ -103,6 +114,7 @@ class Answers:
 
     def happenings(self) -> list[dict[str, Any]]:
         kinds = ["started", "evaluated", "published", "saved", "promoted", "fault", "sign", "evaluated"]
+        kinds += [self.text("kind") for _ in range(self.num_texts - 1)]
         return [
             {
                 "time": NOW - 600 + 60 * index,
@@ -146,7 +158,7 @@ class Answers:
             "id": run,
             "name": self.text("run name") if run == RUN else "arithmetic_grpo",
             "began": NOW - 4 * self.num_steps,
-            "ended": None if run == RUN else NOW - 40_000,
+            "ended": None if run == RUN else NOW - self.num_steps,
             "state": state,
             "step": self.num_steps,
             "total_steps": 2 * self.num_steps if run == RUN else self.num_steps,
@@ -161,6 +173,13 @@ class Answers:
             "columns": [],
             "files": [{"name": "metrics.jsonl", "bytes": 1234}],
         }
+
+    def runs(self) -> list[dict[str, Any]]:
+        more = [
+            {**self.run(OTHER), "id": f"other~{index}", "name": self.text("run name")}
+            for index in range(self.num_texts)
+        ]
+        return [self.run(RUN), self.run(OTHER), *(more if self.num_texts > 1 else [])]
 
     def session(self) -> dict[str, Any]:
         return {
@@ -218,13 +237,126 @@ class Answers:
         return {"now": NOW, "work": ["serving", "rollout", "learning"], "spans": spans}
 
     def device_rows(self) -> dict[str, Any]:
-        row = {"id": self.text("request id"), "traffic": "serving", "model": self.text("adapter"), "prompt_tokens": 210}
-        return {"max_rows": 128, "waiting": 3, "rows": [{**row, "sampled": 33, "max_tokens": 512, "seconds": 0.9}]}
+        numbers = {"prompt_tokens": 210, "sampled": 33, "max_tokens": 512, "seconds": 0.9}
+        rows = [
+            {"id": self.text("request id"), "traffic": "serving", "model": self.text("adapter"), **numbers}
+            for _ in range(self.num_texts)
+        ]
+        return {"max_rows": 128, "waiting": 3, "rows": rows}
+
+    def rollouts(self, problem: str = "") -> dict[str, Any]:
+        rows = [
+            {
+                "step": step,
+                "time": NOW - 4.0 * (self.num_steps - step),
+                "groups": 3,
+                "completions": 9,
+                "reward_mean": 0.5,
+                "with_signal": 2,
+                "kept": False,
+                **({"group": 1, "problem_reward": 0.25} if problem else {}),
+            }
+            for step in range(max(1, self.num_steps - 40), self.num_steps + 1)
+        ]
+        damaged = [{"step": 7, "reason": self.text("damage")}] if self.trains else []
+        return {"steps": rows if self.trains else [], "damaged": damaged, "dropped": 2}
+
+    def groups(self, step: int) -> dict[str, Any]:
+        lines = [self.line(step) for _ in range(max(3, self.num_texts))]
+        groups = [{"group": place, **line} for place, line in enumerate(lines)]
+        return {"step": step, "time": NOW, "groups": groups, "more": 0, "environments": [self.text("environment")]}
+
+    def line(self, step: int) -> dict[str, Any]:
+        return {
+            "problem_id": self.text("problem id"),
+            "environment": self.text("environment"),
+            "prompt": self.text("prompt")[:200],
+            "answer": self.text("answer")[:200],
+            "rewards": [0.0, 1.0, None],
+            "advantages": [-0.5, 0.5, None],
+            "lengths": [4, 3, 2],
+            "finish_reasons": ["stop", "length", "stop"],
+            "versions": [step - 1],
+            "faulty": [{"kind": self.text("fault kind"), "detail": self.text("detail")[:200]}],
+        }
+
+    def group(self, step: int, place: int) -> dict[str, Any]:
+        completions = [self.completion(index, step) for index in range(max(3, self.num_texts))]
+        return {
+            "step": step,
+            "group": place,
+            "groups": 3,
+            "problem_id": self.text("problem id"),
+            "environment": self.text("environment"),
+            "messages": [{"role": "user", "content": self.text("prompt")}],
+            "answer": self.text("answer"),
+            "faulty": [{kind: self.text(f"fault {kind}") for kind in ("kind", "detail", "text")}],
+            "completions": completions,
+        }
+
+    def completion(self, index: int, step: int) -> dict[str, Any]:
+        texts = ["12", " +", "", "é", "\n", self.text("completion"), "<|end|>"]
+        count = len(texts)
+        learned = index < 2
+        return {
+            "index": index,
+            "reward": [0.0, 1.0, None][index % 3],
+            "parts": {self.text("reward part"): 1.0},
+            "advantage": [-0.5, 0.5, None][index % 3],
+            "finish_reason": "stop",
+            "temperature": 1.0,
+            "versions": [
+                {"version": step - 1, "start": 0, "end": 3},
+                {"version": step, "start": 3, "end": count},
+            ],
+            "text": "".join(texts[:-1]),
+            "tokens": {
+                "ids": list(range(100, 100 + count)),
+                "texts": texts,
+                "logprobs": [-0.1, -2.5, -0.01, -4.0, -0.5, -6.0, -0.001],
+                "learner_logprobs": [-0.1, -2.25, -0.01, -4.5, -0.5, -6.0, -0.001] if index == 1 else None,
+                "entropies": [0.1, 1.5, 0.02, 2.0, 0.4, 3.0, 0.01] if learned else None,
+                "trained": [[0, 5], [6, count]],
+                "clipped": [3] if learned else [],
+                "advantages": None,
+                "learned": learned,
+            },
+        }
+
+    def trajectory_report(self) -> dict[str, Any]:
+        numbers = {"num_waiting": 1, "num_rewarded": 1, "num_reserved": 1, "num_collected": 12, "num_trained": 8}
+        return {**numbers, "oldest_seconds": 4.0, "dropped": {"stale": 1, self.text("reason"): 1}}
+
+    def recent(self, state: str = "") -> list[dict[str, Any]]:
+        rows = []
+        for index in range(4 * self.num_texts):
+            name = ("waiting", "rewarded", "trained", "dropped")[index % 4]
+            is_here = name != "dropped"
+            row = {
+                "id": f"{self.text('request id')}-{index}",
+                "policy": "policy",
+                "state": name,
+                "reason": self.text("reason") if name == "dropped" else None,
+                "reward": None if name in ("waiting", "dropped") else 1.0,
+                "parts": {self.text("reward part"): 1.0} if name == "rewarded" else {},
+                "waited": 3.0 if name == "rewarded" else None,
+                "age": 4.0 * index if is_here else None,
+                "version": 198 if is_here else None,
+                "step": 200 if name == "trained" else None,
+                "prompt": self.text("prompt") if is_here else None,
+                "text": self.text("completion") if is_here else None,
+                "finish_reason": "stop" if is_here else None,
+            }
+            rows.append(row)
+        return [row for row in rows if state in ("", row["state"])]
 
     def faults(self) -> list[dict[str, Any]]:
+        return [self.fault() for _ in range(self.num_texts)]
+
+    def fault(self) -> dict[str, Any]:
         culprit = {"problem_id": self.text("problem id"), "group": 3, "index": 1, "reason": self.text("reason")}
-        fault = {"step": 11, "kind": "loss", "time": NOW - 50, "text": self.text("fault"), "culprits": [culprit]}
-        return [fault]
+        own = {"kind": self.text("kind of fault"), "text": self.text("fault")}
+        return {"step": 11, "time": NOW - 50, **own, "culprits": [culprit]}
 
     def raw(self, query: Mapping[str, str]) -> dict[str, Any]:
         since, until = int(query.get("since") or 0), int(query.get("until") or self.num_steps)
@@ -239,17 +371,21 @@ class Answers:
             return self._of_run(path.removeprefix("/v1/runs/"), query)
         routes: dict[str, Callable[[], object]] = {
             "/v1/session": self.session,
-            "/v1/runs": lambda: {"data": [self.run(RUN), self.run(OTHER)], "after": None},
+            "/v1/runs": lambda: {"data": self.runs(), "after": None},
             "/v1/device": self.device,
             "/v1/device/timeline": self.timeline,
             "/v1/device/rows": self.device_rows,
             "/v1/shares": lambda: self.device()["shares"],
             "/v1/training/status": self.status,
+            "/v1/trajectories": lambda: {"data": {"policy": self.trajectory_report()}},
+            "/v1/trajectories/recent": lambda: {"data": self.recent(query.get("state", ""))},
         }
         return routes[path]() if path in routes else None
 
     def _of_run(self, path: str, query: Mapping[str, str]) -> object | None:
         run, _, rest = path.partition("/")
+        if run == OTHER and rest == "history":
+            return replace(self, seed=1, num_steps=self.num_steps * 3 // 4, histories={}).history()
         routes: dict[str, Callable[[], object]] = {
             "": lambda: self.run(RUN if run == "current" else run),
             "history": lambda: (
@@ -260,19 +396,18 @@ class Answers:
             "checkpoints": lambda: {"data": [{"name": "step_000350", "step": 350, "time": NOW - 30, "bytes": 123_456}]},
             "faults": lambda: {"data": self.faults()},
             "log": lambda: {"data": self.log()},
-            "config": lambda: {
-                "values": {
-                    "learner.learning_rate": 4e-4 if run == "current" else 1e-3,
-                    "seed": 0,
-                    "name": self.text("config"),
-                }
-            },
+            "rollouts": lambda: self.rollouts(query.get("problem", "")),
+            "config": lambda: {"values": self.config(run)},
         }
+        if rest.startswith("rollouts/"):
+            step, _, group = rest.removeprefix("rollouts/").partition("/")
+            return self.group(int(step), int(group)) if group else self.groups(int(step))
         return routes[rest]() if rest in routes else None
 
     def config(self, run: str) -> dict[str, Any]:
         rate = 4e-4 if run in ("current", RUN) else 1e-3
-        return {"learner.learning_rate": rate, "seed": 0, "environment.name": self.text("config")}
+        own = {f"{name}.{index}": self.text("value") for index, name in enumerate(self.settings)}
+        return {"learner.learning_rate": rate, "seed": 0, "environment.name": self.text("config"), **own}
 
     def hello(self) -> str:
         """Return the first event of the stream."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 
 from tests.dashboard.answers import Answers
 from tests.dashboard.stage import Stage
@@ -23,6 +23,8 @@ QUIET = (
     "--disable-sync",
     "--no-first-run",
 )
+
+expect.set_options(timeout=20_000)  # of a machine that has other work
 
 
 def chromium() -> str | None:

@@ -1,11 +1,12 @@
 """The page's files as they stand: no sink for HTML, no foreign address, every import there, small."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from parallm.server.dashboard.assets import Assets, lean
 from tests.dashboard.conftest import PAGE
 
 MAX_BYTES = 160_000
@@ -78,6 +79,21 @@ def test_the_first_modules_are_loaded_at_once() -> None:
     assert {path.name for path in MODULES} >= preloaded
 
 
-def test_the_page_is_small() -> None:
-    num_bytes = sum(path.stat().st_size for path in PAGE.rglob("*") if path.is_file())
+def test_the_page_is_small(record_property: Callable[[str, object], None]) -> None:
+    num_bytes = Assets(PAGE).num_bytes
+    record_property("dashboard.page_bytes", num_bytes)
     assert num_bytes <= MAX_BYTES
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.name)
+def test_no_text_of_a_script_goes_over_lines(path: Path) -> None:
+    """The server takes comments and indentation away line by line."""
+    assert [line for line in path.read_text().splitlines() if line.count("`") % 2 and not line.startswith("//")] == []
+
+
+def test_what_travels_says_the_same() -> None:
+    script = b'// what it is\n/** Return\n\nmore. */\nexport const b = (x) => {\n  return "// " + x; // why\n};\n'
+    assert lean("b.js", script) == b'export const b = (x) => {\nreturn "// " + x; // why\n};\n'
+    style = b"/* shell */\n.a, .b > c { color: red; }\n@media (max-width: 640px) {\n  a:hover { margin: 0 1px; }\n}\n"
+    assert lean("b.css", style) == b".a,.b > c{color:red;}@media (max-width:640px){a:hover{margin:0 1px;}}\n"
+    assert lean("index.html", b"<p>  x </p>") == b"<p>  x </p>"

@@ -352,3 +352,37 @@ def test_arrays_of_an_adapter_are_float32(make_learner: MakeLearner, groups: lis
     learner = make_learner()
     update(learner, groups)
     assert {array.dtype for array in learner.adapter.arrays.values()} == {mx.float32}
+
+
+def test_an_update_hands_over_what_it_computed_of_the_completions_to_look_at(
+    make_learner: MakeLearner, groups: list[TrajectoryGroup]
+) -> None:
+    learner = make_learner(micro_batch_tokens=16)
+    list(learner.update(groups, step=0, max_tokens=40, look=[0, 1, 4]))
+    looked = {(one.group, one.index): one for one in learner.take_looked()}
+    assert sorted(looked) == [(0, 0), (0, 1), (1, 1)]
+    assert [len(looked[place].logprobs_T) for place in sorted(looked)] == [12, 3, 6]
+    assert looked[1, 1].advantages_T.tolist() == pytest.approx([math.sqrt(0.5)] * 6, rel=1e-3)
+    assert learner.take_looked() == []
+
+
+def test_completions_that_were_left_out_do_not_shift_what_is_looked_at(
+    make_learner: MakeLearner, groups: list[TrajectoryGroup]
+) -> None:
+    whole, partial_one = make_learner(), make_learner()
+    list(whole.update(groups, step=0, max_tokens=40, look=range(5)))
+    list(partial_one.update(with_first(groups, reward=math.inf), step=0, max_tokens=40, look=range(5)))
+    before = {(one.group, one.index): one for one in whole.take_looked()}
+    after = {(one.group, one.index): one for one in partial_one.take_looked()}
+    assert sorted(before) == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]
+    assert sorted(after) == [(0, 1), (0, 2), (1, 0), (1, 1)]
+    for place, one in after.items():
+        np.testing.assert_allclose(one.logprobs_T, before[place].logprobs_T, rtol=1e-5)
+        np.testing.assert_allclose(one.entropies_T, before[place].entropies_T, rtol=1e-4)
+
+
+def test_looking_changes_no_bit_of_an_update(make_learner: MakeLearner, groups: list[TrajectoryGroup]) -> None:
+    seen, unseen = make_learner(), make_learner()
+    list(seen.update(groups, step=0, max_tokens=40, look=range(5)))
+    update(unseen, groups)
+    assert seen.adapter.digest == unseen.adapter.digest

@@ -381,3 +381,38 @@ def test_a_reward_counts_for_the_version_that_gave_the_completion_and_the_last_o
     versions = client.get("/v1/splits").json()["data"][0]["versions"]
     assert (versions["policy@2"]["num_rewards"], versions["policy@2"]["reward_mean"]) == (2, 1.0)
     assert 'parallm:split_reward_sum{model="policy@2",name="policy"} 2.0' in client.get("/metrics").text
+
+
+def test_recent_trajectories_show_only_what_clients_offered(client: TestClient, traffic: LiveSource) -> None:
+    complete(client, collect_trajectory=False)
+    ids = [choice["trajectory_id"] for choice in complete(client, n=2, metadata={"secret": "s3"}).json()["choices"]]
+    waits = complete(client, prompt="later").json()["choices"][0]["trajectory_id"]
+    reward(client, ids[0], {"short": 2.0})
+    reward(client, ids[1], 0)
+    answer = client.get("/v1/trajectories/recent")
+    rows = answer.json()["data"]
+    assert [(row["id"], row["state"], row["reward"]) for row in rows] == [
+        (waits, "waiting", None),
+        (ids[1], "rewarded", 0.0),
+        (ids[0], "rewarded", 1.0),
+    ]
+    assert [rows[2][name] for name in ("prompt", "text", "parts", "version")] == ["hi", "hi 0", {"short": 2.0}, 3]
+    assert (rows[2]["age"] >= 0, "s3" in answer.text) == (True, False)
+    time.sleep(0.002)
+    taken(traffic)
+    assert [(row["id"], row["step"]) for row in recent(client, state="trained")] == [(ids[1], 1), (ids[0], 1)]
+    traffic.saved(1)
+    gone = recent(client, state="trained")
+    assert [(row["id"], row["text"], row["reward"]) for row in gone] == [(ids[1], None, 0.0), (ids[0], None, 1.0)]
+    assert recent(client, limit=1, policy="policy")[0]["id"] == waits
+
+
+def recent(client: TestClient, **query: Any) -> Any:
+    return client.get("/v1/trajectories/recent", params=query).json()["data"]
+
+
+@pytest.mark.parametrize("query", [{"limit": 0}, {"limit": 201}, {"state": "lost"}, {"policy": "other"}])
+def test_recent_trajectories_refuse_what_they_do_not_know(client: TestClient, query: dict[str, Any]) -> None:
+    answer = client.get("/v1/trajectories/recent", params=query)
+    assert answer.status_code == (404 if "policy" in query else 400)
+    assert {"state": "waiting"}.get(next(iter(query)), str(next(iter(query.values())))) in answer.text

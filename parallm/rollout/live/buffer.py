@@ -17,6 +17,7 @@ from parallm.reports import TrajectoryReport
 from parallm.rollout.live.journal import Journal, read_journal
 from parallm.rollout.live.records import RecordedTrajectory, read_record, to_json
 from parallm.rollout.settings import LiveSettings
+from parallm.types import RecentTrajectory, TrajectoryState
 
 Change: TypeAlias = Mapping[str, Any]
 """A line of the file; `BufferState.apply` knows its forms."""
@@ -273,6 +274,44 @@ class TrajectoryBuffer:
             num_reserved=len(self._state.reserved),
             num_trained=num_left[TRAINED],
             dropped={reason: count for reason, count in sorted(num_left.items()) if reason != TRAINED and count},
+        )
+
+    def recent(self, state: TrajectoryState | None, limit: int) -> list[RecentTrajectory]:
+        """Return the newest first: those that wait, those of steps without a checkpoint, then ids that have left."""
+        self.expire()
+        found: list[RecentTrajectory] = []
+        for one in self._newest_first():
+            if len(found) == limit:
+                break
+            if state in (None, one.state):
+                found.append(one)
+        return found
+
+    def _newest_first(self) -> Iterator[RecentTrajectory]:
+        for record in reversed(self._state.waiting.values()):
+            yield self._shown(record, "waiting" if record.rewarded is None else "rewarded")
+        for reservation in reversed(self._state.reserved.values()):
+            yield self._shown(reservation.record, "trained", reservation.step)
+        for name, departure in reversed(self._state.departed.items()):
+            if departure.reason == TRAINED:
+                yield RecentTrajectory(id=name, state="trained", reward=departure.reward)
+            else:
+                yield RecentTrajectory(id=name, state="dropped", reason=departure.reason)
+
+    def _shown(self, record: RecordedTrajectory, state: TrajectoryState, step: int | None = None) -> RecentTrajectory:
+        trajectory, is_rewarded = record.trajectory, record.rewarded is not None
+        return RecentTrajectory(
+            id=record.trajectory_id,
+            state=state,
+            reward=trajectory.reward if is_rewarded else None,
+            parts=trajectory.reward_parts if is_rewarded else {},
+            waited=None if record.rewarded is None else max(0.0, record.rewarded - record.created),
+            age=max(0.0, self.now - record.created),
+            version=trajectory.weight_versions[-1].version if trajectory.weight_versions else None,
+            step=step,
+            text=trajectory.text,
+            finish_reason=trajectory.finish_reason,
+            prompt_tokens=trajectory.prompt_tokens,
         )
 
     async def written(self) -> None:

@@ -24,7 +24,16 @@ from parallm.rollout.live.scoring_functions import EnvironmentScoring
 from parallm.rollout.scoring import MAX_REWARD, SCALAR_REWARD
 from parallm.rollout.settings import RolloutSettings
 from parallm.rollout.staleness import is_stale
-from parallm.types import Completion, GenerationRequest, Problem, SamplingParams, Trajectory, TrajectoryGroup
+from parallm.types import (
+    Completion,
+    GenerationRequest,
+    Problem,
+    RecentTrajectory,
+    SamplingParams,
+    Trajectory,
+    TrajectoryGroup,
+    TrajectoryState,
+)
 
 UNDONE = "undone"
 """Reason of trajectories that are dropped because their version was undone."""
@@ -165,6 +174,10 @@ class LiveSource:
 
     def report(self) -> TrajectoryReport:
         return self._buffer.report()
+
+    def recent(self, state: TrajectoryState | None, limit: int) -> list[RecentTrajectory]:
+        """Return up to `limit` of what clients have marked, the newest first; of `state` alone, if one is given."""
+        return self._buffer.recent(state, limit)
 
     def resume(self, step: int, *, version: int, now: int) -> str:
         """Resume after `step` with the weights of `version`, which the run calls `now`: what later steps took waits

@@ -137,6 +137,8 @@ _ROUTES: Mapping[Role, Mapping[str, str]] = {
     "training": {
         "GET": """
             /debug/training /v1/training/status
+            /v1/runs/{run}/rollouts /v1/runs/{run}/rollouts/{step} /v1/runs/{run}/rollouts/{step}/{group}
+            /v1/trajectories/recent
             /v1/events /v1/runs /v1/runs/{run} /v1/runs/{run}/config /v1/runs/{run}/history
             /v1/runs/{run}/evaluations /v1/runs/{run}/happenings /v1/runs/{run}/checkpoints
             /v1/runs/{run}/faults /v1/runs/{run}/faults/{step} /v1/runs/{run}/log

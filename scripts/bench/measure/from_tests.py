@@ -276,3 +276,8 @@ give(
     zero("atropos.checks_failed"),
     ledger_join_fraction=min,
 )
+LOOK = {"dashboard.first_look_seconds": Bar(max=1), "dashboard.page_bytes": Bar(max=160_000)}
+MEMORY = {"dashboard.heap_mb": Bar(max=120), "dashboard.heap_growth_mb": Bar(max=5)}
+FRAMES = {"dashboard.redraw_p95_ms": Bar(max=8), "dashboard.cursor_p95_ms": Bar(max=4)}
+HARM = zero("dashboard.axe_findings", "dashboard.hostile_acted")
+give("dashboard", "dashboard", 10, LOOK, MEMORY, FRAMES, HARM, page_bytes=max)

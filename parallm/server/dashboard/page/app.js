@@ -20,7 +20,7 @@ export function errorBox(error, again) {
   return h("div.error", { role: "alert" }, h("p", text), button);
 }
 
-let saidAt = 0;
+let saidAt = -SAY_EVERY;
 let unsaid = 0;
 
 /** Tell screen readers about a change, at most every ten seconds; the newest text wins. */

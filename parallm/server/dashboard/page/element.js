@@ -13,10 +13,12 @@ const SVG = "http://www.w3.org/2000/svg";
 const UNSEEN =
   /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u115f\u1160\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\u3164\ufeff\uffa0\ufff9-\ufffb]|[\u{e0000}-\u{e0fff}]|\p{Cs}/gu;
 
+const PILES = /(\p{M}{5})\p{M}+/gu; // marks upon marks, which would cover other lines
+
 /** Return the text with characters that cannot be seen as their codes, such as U+202E. */
 export function visible(text) {
   const string = String(text);
-  return string.replace(UNSEEN, (found) => "U+" + found.codePointAt(0).toString(16).toUpperCase().padStart(4, "0"));
+  return string.replace(PILES, "$1…").replace(UNSEEN, (found) => "U+" + found.codePointAt(0).toString(16).toUpperCase().padStart(4, "0"));
 }
 
 /** Return an element: h("p.note", { title: "..." }, "text", child, [more]). Attributes may be left out. */

@@ -1,5 +1,5 @@
 // The metrics that a person asks for first: label, format, meaning. All others are listed by the prefix of their names.
-import { duration, number, percent } from "./format.js";
+import { cut, duration, number, percent } from "./format.js";
 
 const share = percent;
 const seconds = duration;
@@ -7,31 +7,31 @@ const seconds = duration;
 /** Sections in the order of reading: [title, [[name, label, format, meaning], ...]]. */
 export const SECTIONS = [
   ["Learning", [
-    ["reward/mean", "Reward", number, "Mean reward of the completions of a step. Noisy: look at its trend."],
-    ["heldout/accuracy", "Held-out accuracy", share, "Share of problems solved that are never trained on, with a 95% interval."],
-    ["heldout/loss", "Held-out loss", number, "Loss of demonstrations that are never trained on."],
-    ["update/loss", "Loss", number, "Loss of the update. With rewards its height says nothing about quality."],
-    ["update/accuracy", "Accuracy on pairs", share, "Share of pairs whose better answer is scored higher."],
-    ["groups/signal", "Groups with signal", share, "Groups whose completions got different rewards. The others teach nothing."],
-    ["completion/length_mean", "Length", number, "Mean number of tokens of a completion."],
+    ["reward/mean", "Reward", number, "Mean of the step's completions. Noisy: look at its trend."],
+    ["heldout/accuracy", "Held-out accuracy", share, "Share solved of problems that are never trained on, with a 95% interval."],
+    ["heldout/loss", "Held-out loss", number, ""],
+    ["update/loss", "Loss", number, "With rewards its height says nothing about quality."],
+    ["update/accuracy", "Accuracy on pairs", share, ""],
+    ["groups/signal", "Groups with signal", share, "Groups with different rewards. The others teach nothing."],
+    ["completion/length_mean", "Length", number, "Mean tokens of a completion."],
     ["completion/truncated_fraction", "Cut off", share, "Completions that ended at the limit of tokens."],
   ]],
   ["Soundness", [
-    ["update/kl_to_behaviour", "KL to the sampling policy", number, "How far the trained policy is from the one that sampled, nats a token (k3)."],
-    ["update/kl_to_base", "KL to the base", number, "How far the policy is from the base model, nats a token."],
-    ["update/entropy", "Entropy", number, "How undecided the policy is, nats a token. Near 0 it tries nothing new."],
-    ["update/gradient_norm", "Gradient norm", number, "Before clipping. Jumps mean that a step was unusual."],
+    ["update/kl_to_behaviour", "KL to the sampling policy", number, "Distance from the policy that sampled, nats a token (k3)."],
+    ["update/kl_to_base", "KL to the base", number, "Distance from the base model, nats a token."],
+    ["update/entropy", "Entropy", number, "Nats a token. Near 0 the policy tries nothing new."],
+    ["update/gradient_norm", "Gradient norm", number, "Before clipping. Jumps mark unusual steps."],
     ["update/clip_fraction", "Clipped tokens", share, "Tokens whose ratio left the trust region."],
-    ["offpolicy/lag_mean", "Lag", number, "How many versions old the completions of a step were."],
+    ["offpolicy/lag_mean", "Lag", number, "Age of the step's completions, in versions."],
     ["parity/mean_abs", "Engine against learner", number, "Mean difference of the log-probs of engine and learner; 0 is equal."],
-    ["update/learning_rate", "Learning rate", number, "The optimizer's rate at this step."],
+    ["update/learning_rate", "Learning rate", number, ""],
   ]],
   ["Speed", [
     ["rollout/tokens_per_second", "Rollout", number, "Tokens a second sampled for training."],
-    ["serving/tokens_per_second", "Serving", number, "Tokens a second for clients during the step."],
-    ["seconds/total", "Seconds a step", seconds, "From one step's end to the next."],
-    ["seconds/rollout", "Seconds of rollout", seconds, "Steps that are sampled ahead overlap with others."],
-    ["seconds/update", "Seconds of update", seconds, "Wall time of the update."],
+    ["serving/tokens_per_second", "Serving", number, "Tokens a second for clients."],
+    ["seconds/total", "Seconds a step", seconds, ""],
+    ["seconds/rollout", "Seconds of rollout", seconds, ""],
+    ["seconds/update", "Seconds of update", seconds, ""],
   ]],
 ];
 
@@ -39,7 +39,7 @@ const KNOWN = new Map(SECTIONS.flatMap(([section, rows]) => rows.map(([name, lab
 
 /** Return {name, label, format, help, section} of any metric. */
 export function metricOf(name) {
-  return KNOWN.get(name) ?? { name, label: name, format: number, help: "", section: name.split("/")[0] };
+  return KNOWN.get(name) ?? { name, label: cut(name, 80), format: number, help: "", section: name.split("/")[0] };
 }
 
 /** Return the column of a name; shares that no step names are made from what it counts. */

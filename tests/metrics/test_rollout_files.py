@@ -1,0 +1,165 @@
+"""The thread that writes completions: bounds on disk and in memory, what it drops, what it leaves alone."""
+
+import itertools
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from parallm.errors import RolloutsDamaged, UnknownObject
+from parallm.metrics.rollout_files import MAX_WAITING, RolloutFiles, steps_to_remove
+from parallm.metrics.rollout_folder import RolloutFolder, file_name
+from parallm.metrics.token_texts import TokenTexts
+from tests.metrics.test_rollout_format import STEP
+
+Make = Callable[..., RolloutFiles]
+
+
+def letters(tokens: Sequence[int]) -> str:
+    return "".join(chr(97 + token) for token in tokens)
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    made: list[RolloutFiles] = []
+
+    def build(
+        max_bytes: int = 1 << 20, decode: Callable[[Sequence[int]], str] = letters, **values: object
+    ) -> RolloutFiles:
+        made.append(RolloutFiles(tmp_path, TokenTexts(decode), max_bytes=max_bytes, **values))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield build
+    for files in made:
+        files.close()
+
+
+def written(tmp_path: Path) -> list[int]:
+    return sorted(int(path.stem.removeprefix("step_")) for path in (tmp_path / "rollouts").glob("*"))
+
+
+def test_steps_are_written_and_read(make: Make, tmp_path: Path) -> None:
+    files = make()
+    for step in (1, 2, 3):
+        files.put(replace(STEP, step=step))
+    files.close()
+    assert written(tmp_path) == [1, 2, 3]
+    for folder in (files.reading, RolloutFolder(tmp_path / "rollouts")):
+        assert [row["step"] for row in folder.listing().steps] == [1, 2, 3]
+        assert folder.read(2).tokens(0, 0).texts == ["b", "c", "d"]
+        with pytest.raises(UnknownObject, match="no completions of step 4"):
+            folder.read(4)
+
+
+def test_no_step_waits_for_the_writer_and_what_is_too_much_is_counted(
+    make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    may_go_on = threading.Event()
+
+    def slow(tokens: Sequence[int]) -> str:
+        may_go_on.wait(60)
+        return letters(tokens)
+
+    files = make(decode=slow)
+    for step in range(1, 11):
+        files.put(replace(STEP, step=step))  # a blocking writer would never come to the end of this
+    assert files.num_dropped == 10 - MAX_WAITING
+    assert files.reading.listing().num_dropped == 6
+    may_go_on.set()
+    files.close()
+    assert written(tmp_path) == [1, 2, 3, 4]
+    assert [text for text in caplog.messages if "are not written" in text and "metrics.rollouts=some" in text] != []
+
+
+def test_the_folder_is_bounded_and_thinned_out_evenly(make: Make, tmp_path: Path) -> None:
+    files = make(max_bytes=1 << 20, evaluated=[11])
+    files.put(replace(STEP, step=1))
+    files.close()
+    size = (tmp_path / "rollouts" / file_name(1)).stat().st_size
+    files = make(max_bytes=12 * size + 100, evaluated=[11])
+    for step in range(2, 101):
+        files.put(replace(STEP, step=step))
+        files.close()
+    kept = written(tmp_path)
+    assert sum(path.stat().st_size for path in (tmp_path / "rollouts").glob("*")) <= 12 * size + 100
+    assert (kept[0], kept[-1], 11 in kept) == (1, 100, True)
+    assert max(second - first for first, second in itertools.pairwise(kept)) <= 32
+    assert [row["step"] for row in RolloutFolder(tmp_path / "rollouts").listing().steps] == kept
+
+
+def test_faults_and_evaluations_stay_as_long_as_others_can_go() -> None:
+    sizes = dict.fromkeys(range(1, 8), 10)
+    assert steps_to_remove(sizes, {2, 4}, 40) == [3, 5, 6]
+    assert steps_to_remove(sizes, set(sizes), 40) == [2, 4, 6]
+    assert steps_to_remove(sizes, set(), 70) == []
+    assert steps_to_remove({1: 10, 2: 10}, set(), 1) == []
+
+
+def test_a_resumed_run_removes_the_steps_that_it_takes_again(make: Make, tmp_path: Path) -> None:
+    files = make()
+    for step in (1, 2, 3, 4):
+        files.put(replace(STEP, step=step))
+    files.close()
+    (tmp_path / "rollouts" / "step_000009.tmp").write_bytes(b"half")
+    (tmp_path / "rollouts" / "notes.txt").write_text("mine")
+    resumed = make()
+    resumed.go_on_after(2)
+    resumed.put(replace(STEP, step=3, time=9.0))
+    resumed.close()
+    (tmp_path / "rollouts" / "notes.txt").unlink()
+    assert written(tmp_path) == [1, 2, 3]
+    assert resumed.reading.read(3).summary["time"] == 9.0
+    assert [row["time"] for row in resumed.reading.listing().steps] == [5.0, 5.0, 9.0]
+
+
+def test_a_disk_that_refuses_costs_a_warning_and_the_newest_stay_in_memory(
+    make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "rollouts").write_text("a file stands where the folder should be")
+    files = make()
+    for step in (1, 2):
+        files.put(replace(STEP, step=step))
+    files.close()
+    assert files.reading.read(2).summary["step"] == 2
+    assert [row["step"] for row in files.reading.listing().steps] == [1, 2]
+    assert len([text for text in caplog.messages if "cannot write to" in text]) == 1
+
+
+def test_a_writer_that_fails_ends_nothing(make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def broken(tokens: Sequence[int]) -> str:
+        if 4 in tokens:
+            raise ValueError("no such token")
+        return letters(tokens)
+
+    files = make(decode=broken)
+    files.put(STEP)
+    files.put(replace(STEP, step=8, groups=[]))
+    files.close()
+    assert written(tmp_path) == [8]
+    assert "the completions of a step could not be written" in caplog.messages
+
+
+def test_a_damaged_file_does_not_hide_the_others(make: Make, tmp_path: Path) -> None:
+    files = make()
+    for step in (1, 2, 3, 4, 5):
+        files.put(replace(STEP, step=step))
+        files.close()
+    folder = tmp_path / "rollouts"
+    (folder / file_name(2)).write_bytes(b"\xff" * 100)
+    (folder / file_name(3)).unlink()
+    (folder / file_name(3)).symlink_to("/etc/passwd")
+    (folder / file_name(4)).unlink()
+    os.mkfifo(folder / file_name(4))
+    listing = RolloutFolder(folder).listing()
+    assert [row["step"] for row in listing.steps] == [1, 5]
+    assert sorted(listing.damaged) == [2, 3, 4]
+    for step in (2, 3, 4):
+        with pytest.raises(RolloutsDamaged):
+            RolloutFolder(folder).read(step)
+
+
+def test_a_folder_that_does_not_exist_has_no_steps(tmp_path: Path) -> None:
+    assert RolloutFolder(tmp_path / "none").listing().steps == []

@@ -1,0 +1,62 @@
+"""Pieces of texts, with tokenizers made of bytes and of words."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from parallm.metrics.token_texts import TokenTexts
+
+WORDS = ["", "▁12", "▁+", "▁3", "5", "▁"]
+
+
+def by_bytes(tokens: Sequence[int]) -> str:
+    return bytes(tokens).decode(errors="replace")
+
+
+def by_words(tokens: Sequence[int]) -> str:
+    """As SentencePiece decodes: the first space is dropped."""
+    return "".join(WORDS[token] for token in tokens).replace("▁", " ").removeprefix(" ")
+
+
+@pytest.mark.parametrize(
+    "text", ["12 + 3", "zwölf", "十二", "👩‍👩‍👧 é", "e\u0301" * 9, "a\u202eb\u200bc\x00d", "", "\ufffd", "\u0627" * 40]
+)
+def test_pieces_of_bytes_join_to_the_text(text: str) -> None:
+    tokens = list(text.encode())
+    pieces = TokenTexts(by_bytes).cut(tokens)
+    assert ("".join(pieces), len(pieces)) == (text, len(tokens))
+
+
+def test_a_token_inside_of_a_character_has_no_text() -> None:
+    assert TokenTexts(by_bytes).cut(list("aé十b".encode())) == ["a", "", "é", "", "", "十", "b"]
+
+
+def test_bytes_that_are_no_text_are_shown_as_decoders_show_them() -> None:
+    tokens = [0xFF, 0x61, 0xC3, 0xC3, 0xA9, 0xE5, *[0x80] * 30, 0xE5]
+    pieces = TokenTexts(by_bytes).cut(tokens)
+    assert ("".join(pieces), len(pieces)) == (by_bytes(tokens), len(tokens))
+
+
+def test_a_first_space_that_the_tokenizer_drops_stands_before_later_tokens() -> None:
+    texts = TokenTexts(by_words)
+    assert texts.cut([1, 2, 3, 4]) == ["12", " +", " 3", "5"]
+    assert texts.cut([2, 1]) == ["+", " 12"]
+
+
+def test_a_tokenizer_whose_texts_do_not_grow_gives_the_whole_text_to_the_last_token() -> None:
+    pieces = TokenTexts(lambda tokens: "".join(chr(65 + token) for token in reversed(tokens))).cut([0, 1, 2])
+    assert pieces == ["", "", "CBA"]
+
+
+def test_the_usual_completion_is_cut_without_decoding_its_tokens_again() -> None:
+    calls: list[int] = []
+
+    def decode(tokens: Sequence[int]) -> str:
+        calls.append(len(tokens))
+        return by_bytes(tokens)
+
+    texts = TokenTexts(decode)
+    texts.cut(list(b"abcabc"))
+    calls.clear()
+    texts.cut(list(b"abccba" * 100))
+    assert calls == [600, 1]
