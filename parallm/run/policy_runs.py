@@ -187,11 +187,12 @@ def _step_of(policy: PolicyRun) -> int:
 
 
 def note_act(happenings: Mapping[str, Happenings], act: Act) -> None:
-    """Note an act with the policy that it names, or with all of them."""
+    """Note an act with the policy that it names, or with all of them; a refused one is no mark of its kind."""
     names = [str(act.values[field]).partition("@")[0] for field in ("policy", "name", "model") if field in act.values]
     named = [name for name in names if name in happenings]
     for name in named[:1] or happenings:
-        happenings[name].add(act.kind, what=act.what, by=act.by, text=act.text, values=act.values, refused=act.refused)
+        kind, text = (act.kind, act.detail) if act.refused is None else ("refused", act.text)
+        happenings[name].add(kind, what=act.what, by=act.by, text=text, values=act.values, refused=act.refused)
 
 
 async def train_all(runs: Sequence[PolicyRun]) -> dict[str, BaseException]:

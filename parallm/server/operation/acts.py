@@ -76,13 +76,18 @@ class Act:
         return f"{name}@{version}" if name and version is not None else str(name)
 
     @property
-    def text(self) -> str:
-        """A sentence for people."""
+    def detail(self) -> str:
+        """What a sentence for people has after the kind."""
         rest = {
             name: value for name, value in self.values.items() if name not in ("model", "name", "policy", "version")
         }
         shown = ", ".join(f"{name} {_shown(value)}" for name, value in rest.items())
-        words = " ".join(filter(None, (WORDS.get(self.kind, self.kind), self.what, f"({shown})" if shown else "")))
+        return " ".join(filter(None, (self.what, f"({shown})" if shown else "")))
+
+    @property
+    def text(self) -> str:
+        """A sentence for people."""
+        words = f"{WORDS.get(self.kind, self.kind)} {self.detail}".strip()
         by = f", by {self.by}" if self.by else ""
         return f"{words}{by}" if self.refused is None else f"refused: {words}{by}: {self.refused}"
 
