@@ -362,6 +362,8 @@ class TaskSpec:
     """Tokens of a text that the model was trained for, if fewer than its positions."""
     end_token: int | None = None
     """Token id that texts for vectors get at their end; None: as the tokenizer or `tasks.end_token` says."""
+    dense: tuple[str, ...] = ()
+    """Folders below the model's, such as 2_Dense, of the layers that a pooled vector goes through, in their order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

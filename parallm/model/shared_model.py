@@ -155,6 +155,7 @@ def mirrored(caches: Iterable[Any], replace: Callable[[Any], Any]) -> list[Any]:
     return [CacheList(*mirrored(one.caches, replace)) if isinstance(one, CacheList) else replace(one) for one in caches]
 
 
-ONE_ROW_MODELS = frozenset({"gpt_bigcode", "afm7", "longcat_flash_ngram", "llama4", "gemma2", "phi3small"})
+ONE_ROW_MODELS = frozenset({"gpt_bigcode", "afm7", "longcat_flash_ngram", "llama4", "gemma2", "gemma3n", "phi3small"})
 """Model types of mlx-lm that use plain caches and still need one common offset (gpt_bigcode, llama4), take no mask per
-row (gemma2 and phi3small, whose grouped scores have five axes), or differ when batched."""
+row (gemma2 and phi3small, whose grouped scores have five axes), read another layer's cache (gemma3n), or differ when
+batched."""

@@ -51,12 +51,16 @@ def read_task_spec(folder: Path) -> TaskSpec | None:
         return _classifier_spec(folder)
     if kinds == ["Transformer", "LogitScore"]:
         return _answer_spec(_module(folder, modules[1]), _optional(folder / SENTENCES))
-    if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
+    if re.fullmatch(r"Transformer Pooling( Dense)*( Normalize)?", " ".join(kinds)) is None:
         raise ModelError(
-            f"{MODULES} chains {' -> '.join(kinds)[:200]}, and only Transformer -> Pooling (-> Normalize) and "
-            "Transformer -> LogitScore are known here"
+            f"{MODULES} chains {' -> '.join(kinds)[:200]}, and only Transformer -> Pooling (-> Dense) "
+            "(-> Normalize) and Transformer -> LogitScore are known here"
         )
-    return _embed_spec(folder, _module(folder, modules[1]), normalizes=len(kinds) == 3)
+    spec = _embed_spec(folder, _module(folder, modules[1]), normalizes=kinds[-1] == "Normalize")
+    layers = [module for module, kind in zip(modules, kinds, strict=True) if kind == "Dense"]
+    for module in layers:
+        _module(folder, module)  # which has to be there
+    return dataclasses.replace(spec, dense=tuple(str(module["path"]) for module in layers))
 
 
 def _embed_spec(folder: Path, pooling: Mapping[str, Any], *, normalizes: bool) -> TaskSpec:

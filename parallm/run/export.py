@@ -17,7 +17,8 @@ from parallm.device.blas import BlasReport
 from parallm.errors import CheckpointError, ConfigError, ModelError
 from parallm.metrics.formatting import short_path
 from parallm.model.adapters.adapter import Adapter
-from parallm.model.adapters.files import base_of, read_adapter, write_mlx, write_peft
+from parallm.model.adapters.expert_files import to_parameters
+from parallm.model.adapters.files import base_of, linear_targets, read_adapter, write_mlx, write_peft
 from parallm.model.adapters.fuse import Quantization, fuse, model_bytes, write_model
 from parallm.model.adapters.module_names import modules_of
 from parallm.model.adapters.reward_head import refuse_head
@@ -92,7 +93,8 @@ def _write(config: ExportConfig, adapter: Adapter, named: Path, folder: Path) ->
     base, base_config = load_base(source, config.model.path, trusted=config.model.trust_remote_code)
     num_layers, model_type = len(base.layers), read_model_type(config.model.path)
     if "peft" in config.formats:
-        modules_of(adapter.targets, model_type)  # refuses what PEFT could not load before anything is written
+        modules_of(linear_targets(adapter), model_type)
+        to_parameters(adapter, model_type)  # both refuse what PEFT could not load before anything is written
     if "gguf" in config.formats and adapter.task is not None:
         raise ConfigError("formats: what the adapter makes of texts cannot be said in a GGUF file; leave gguf out")
     bits, group_size = config.quantize.bits, config.quantize.group_size

@@ -66,7 +66,7 @@ from parallm.server.tasks.routes_rank import rank_routes
 from parallm.server.tasks.routes_rewards import reward_routes
 from parallm.server.tasks.routes_rl import rl_routes
 
-OLLAMA = "/api/"
+OLLAMA, COHERE = "/api/", "/v2/rerank"
 """Beginning of the paths of Ollama's routes, which exist with `server.ollama` alone."""
 ROUTES: Sequence[Callable[[Service], APIRouter]] = (
     registry_routes,  # before OpenAI's, one of which takes any name
@@ -242,11 +242,22 @@ async def _on_http_error(http: Request, error: Exception) -> Response:
         failure = Failure(405, "wrong_method", message=message, headers=headers)
     else:
         failure = Failure(status, message=f"{request}: {error.detail}", headers=headers)
-    is_ollamas = http.url.path.startswith(OLLAMA)
-    return error_response(failure, OllamaError(error=failure.message) if is_ollamas else None)
+    has_text = http.url.path.startswith(OLLAMA) or _is_of_kserve(http)  # their errors are texts
+    return error_response(failure, OllamaError(error=failure.message) if has_text else None)
+
+
+def _is_of_kserve(http: Request) -> bool:
+    path = http.url.path
+    return path.startswith("/v2/") and not path.startswith(COHERE)
 
 
 def _way_out(http: Request) -> str:
+    if _is_of_kserve(http):
+        return (
+            "; of KServe's protocol this server has /v2, /v2/health/live, /v2/health/ready and /v2/models/NAME with "
+            "/ready, /infer and /versions/VERSION; names are listed at /v1/models and /v1/rl/policies, and models are "
+            "loaded at /v1/models/load"
+        )
     paths = [row.partition(" ")[2] for row in ROLES]
     if http.url.path.startswith(OLLAMA) and http.url.path in paths:
         return "; the server runs with server.ollama=false"

@@ -230,6 +230,9 @@ class Encoder(Protocol):
         Raises InvalidRequest, UnknownModel, EngineFull, NotFinite.
         """
 
+    async def encode_tokens(self, request: EncodeRequest, *, max_bytes: int) -> list[np.ndarray]:
+        """Return the hidden states (T, D) of each row's tokens, float32. Raises as `encode`."""
+
 
 class TensorModels(Protocol):
     """Interface of `tasks.actor.Actor` and `tasks.predictor.Predictor`: named arrays through a model."""

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import mlx.core as mx
 import numpy as np
@@ -26,7 +27,7 @@ from parallm.model.lora.dora import lora_scaling
 from parallm.model.lora.linear import LoraBinding
 from parallm.model.lora.single import single_lora
 from parallm.model.shared_model import SharedModel
-from parallm.model.task_head import Head, read_head
+from parallm.model.task_head import Head, Projection, read_head, read_projection
 from parallm.model.task_spec import adds_end_token, check_attention, read_task_spec
 from parallm.tasks.pairs import INSTRUCTION_PROMPT, encode_pairs
 from parallm.tasks.passes import Passes
@@ -35,6 +36,8 @@ from parallm.tasks.templates import FAMILIES, family_of
 from parallm.types import Activation, EncodeRequest, TaskSpec
 
 PROBE = "a"
+HIDDEN = "last_hidden_state"
+Result = TypeVar("Result")
 NO_SPEC = (
     "{model} makes no vectors: nothing says how to pool its hidden states. Set tasks.pooling=last or mean as it was "
     "trained, load a model whose folder has a modules.json, or name an adapter that makes vectors"
@@ -168,21 +171,11 @@ class Encoder:
         Cancelling the caller ends the work after a pass. Raises UnknownModel, Unavailable, InvalidRequest for
         `dimensions` that the model was not trained for, EngineFull, NotFinite.
         """
-        if self._form is None:
-            self._form = await asyncio.wrap_future(
-                self._device.call(partial(_form, self._model, self._folder, self._base))
-            )
-        spec, adapter = self.spec(request.model), self._adapters.resolve(request.model)
-        _check_dimensions(request, spec, len(spec.pooling) * self._form.hidden)
-        if self._num_waiting >= self._max_waiting:
-            raise EngineFull(f"{self._num_waiting} requests for vectors wait; send this one again later")
-        self._num_waiting += 1
-        try:
-            units = self._units(request, adapter, spec, self._form)
-            numbers_ND = await asyncio.wrap_future(self._device.encode(units))
-        finally:
-            self._num_waiting -= 1
-        assert numbers_ND is not None, "encoding ends with the numbers"
+        form, spec = await self._known_form(), self.spec(request.model)
+        projection = form.projection if spec.dense else None
+        size = len(spec.pooling) * form.hidden if projection is None else projection.size
+        _check_dimensions(request, spec, size)
+        numbers_ND = await self._computed(self._units(request, self._adapters.resolve(request.model), spec, form))
         if not np.isfinite(numbers_ND).all():
             raise NotFinite(f"{request.model} computes values that are not finite for one of the inputs")
         if spec.task != "embed":
@@ -190,20 +183,78 @@ class Encoder:
         vectors_ND = numbers_ND[:, : request.dimensions]
         return normalized(vectors_ND) if request.activates and spec.normalizes else vectors_ND
 
+    async def encode_tokens(self, request: EncodeRequest, *, max_bytes: int) -> list[np.ndarray]:
+        """Hidden states (T, D) of each row's tokens, float32, of length 1 where the model's vectors are.
+
+        Raises as `encode`, and InvalidRequest for a model without vectors or with layers behind its pooling, and for
+        answers of more than `max_bytes`.
+        """
+        form, spec = await self._known_form(), self.spec(request.model)
+        if spec.task != "embed" or spec.dense:
+            reason = "has layers behind its pooling" if spec.dense else "makes no vectors"
+            raise InvalidRequest(f"{request.model} {reason}, so there is none for each token; leave task out", "task")
+        _check_dimensions(request, spec, form.hidden)
+        num_bytes = 4 * sum(map(len, request.rows)) * (request.dimensions or form.hidden)
+        if num_bytes > max_bytes:
+            raise InvalidRequest(
+                f"the vectors of all tokens would have {num_bytes} bytes, the limit is {max_bytes}; send fewer texts, "
+                "or raise server.max_answer_bytes",
+                "input",
+            )
+        states = await self._computed(self._token_units(request, self._adapters.resolve(request.model), spec, form))
+        if not all(np.isfinite(state_TD).all() for state_TD in states):
+            raise NotFinite(f"{request.model} computes values that are not finite for one of the inputs")
+        cut = [state_TD[:, : request.dimensions] for state_TD in states]
+        return [normalized(cut_TD) for cut_TD in cut] if request.activates and spec.normalizes else cut
+
+    async def _known_form(self) -> "_Form":
+        if self._form is None:
+            self._form = await asyncio.wrap_future(
+                self._device.call(partial(_form, self._model, self._folder, self._base))
+            )
+        return self._form
+
+    async def _computed(self, units: Iterator[Result | None]) -> Result:
+        """Return what units of device work end with. Raises EngineFull."""
+        if self._num_waiting >= self._max_waiting:
+            raise EngineFull(f"{self._num_waiting} requests for vectors wait; send this one again later")
+        self._num_waiting += 1
+        try:
+            found = await asyncio.wrap_future(self._device.encode(units))
+        finally:
+            self._num_waiting -= 1
+        assert found is not None, "encoding ends with the numbers"
+        return found
+
     def _units(
         self, request: EncodeRequest, adapter: Adapter | None, spec: TaskSpec, form: "_Form"
     ) -> Iterator[np.ndarray | None]:
+        yield from self._passes(adapter, spec, form).units(request.rows, request.first_lengths)
+
+    def _token_units(
+        self, request: EncodeRequest, adapter: Adapter | None, spec: TaskSpec, form: "_Form"
+    ) -> Iterator[list[np.ndarray] | None]:
+        states: list[np.ndarray] = [np.empty(0)] * len(request.rows)
+        for indices, found in self._passes(adapter, spec, form).token_units(request.rows, (HIDDEN,)):
+            ends = np.cumsum([len(request.rows[index]) for index in indices])[:-1]
+            for index, state_TD in zip(indices, np.split(found[HIDDEN], ends), strict=True):
+                states[index] = state_TD
+            yield None
+        yield states
+
+    def _passes(self, adapter: Adapter | None, spec: TaskSpec, form: "_Form") -> Passes:
+        """On the device thread."""
         head = form.head if adapter is None or adapter.head is None else Head(weight_LH=adapter.head)
-        passes = Passes(
+        return Passes(
             model=self._model,
             streams=self._streams,
             spec=spec,
             lora=self.binding(adapter),
             head=None if spec.task == "embed" else head,
+            projection=form.projection if spec.dense else None,
             packs=form.packs,
             budget=self.budget,
         )
-        yield from passes.units(request.rows, request.first_lengths)
 
     def binding(self, adapter: Adapter | None) -> LoraBinding | None:
         """Return what applies an adapter; on the device thread."""
@@ -309,6 +360,7 @@ class _Form:
     packs: bool
     hidden: int
     head: Head | None
+    projection: Projection | None
 
 
 def _form(model: SharedModel, folder: Path, spec: TaskSpec | None) -> _Form:
@@ -318,7 +370,10 @@ def _form(model: SharedModel, folder: Path, spec: TaskSpec | None) -> _Form:
         head = read_head(folder, json.loads((folder / "config.json").read_text()))
         if len(head.weight_LH) != len(spec.labels):
             raise ModelError(f"{folder} has a head of {len(head.weight_LH)} rows and names {len(spec.labels)} labels")
-    return _Form(can_pack(model), hidden, head)
+    projection = None
+    if spec is not None and spec.dense:
+        projection = read_projection(folder, spec.dense, len(spec.pooling) * hidden)
+    return _Form(can_pack(model), hidden, head, projection)
 
 
 def _check_dimensions(request: EncodeRequest, spec: TaskSpec, size: int) -> None:

@@ -16,7 +16,7 @@ from parallm.device.streams import DeviceStreams
 from parallm.learner.passes.packing import Segment, packed_hidden
 from parallm.model.lora.linear import LoraBinding
 from parallm.model.shared_model import SharedModel
-from parallm.model.task_head import Head
+from parallm.model.task_head import Head, Projection
 from parallm.tasks.pooling import pool
 from parallm.types import TaskSpec
 
@@ -37,6 +37,8 @@ class Passes:
     lora: LoraBinding | None
     head: Head | None
     """The head of a task with logits, unless `spec.answers` are its head."""
+    projection: Projection | None = None
+    """The dense modules of a model that makes vectors."""
     packs: bool
     """Whether the model is one whose rows can be packed; see `can_pack`."""
     budget: int
@@ -104,6 +106,8 @@ class Passes:
             logits_SV = self.model.head(pooled_SD.astype(self.model.dtype))
             logits_SA = logits_SV[:, mx.array(self.spec.answers)].astype(mx.float32)
             return logits_SA[:, :1] - logits_SA[:, 1:].sum(axis=1, keepdims=True)
+        if self.projection is not None:
+            pooled_SD = self.projection(pooled_SD)
         return pooled_SD if self.head is None else self.head.logits(pooled_SD)
 
     def _encoded(self, rows: Sequence[Row], firsts: Sequence[int]) -> mx.array:

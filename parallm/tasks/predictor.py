@@ -115,7 +115,7 @@ class Predictor:
             spec = self._encoder.spec(model)
         except Unavailable:
             return None
-        return spec if spec.task == "embed" else None
+        return spec if spec.task == "embed" and not spec.dense else None
 
     def _rows(self, inputs: Arrays) -> tuple[tuple[Row, ...], Array]:
         """Return the token ids of each row, and where they stand (N, T). Raises InvalidRequest."""

@@ -79,7 +79,12 @@ def ragged(ask: Ask, prompts: Sequence[Sequence[int]]) -> list[GenerationRequest
 
 @pytest.mark.parametrize("architecture", families())
 def test_rows_that_share_steps_are_rows_alone(
-    architecture: str, load_tiny: LoadTiny, prompts: list[list[int]], ask: Ask, complete: Complete
+    architecture: str,
+    load_tiny: LoadTiny,
+    prompts: list[list[int]],
+    ask: Ask,
+    complete: Complete,
+    record_property: Callable[[str, object], None],
 ) -> None:
     model, requests = load_tiny(architecture), ragged(ask, prompts)
     alone: dict[str, list[Completion]] = {}
@@ -88,6 +93,19 @@ def test_rows_that_share_steps_are_rows_alone(
     together = complete(model, requests, apart=1, settings=EngineSettings(max_rows=32))
     assert sum(map(len, together.values())) == 32
     check(together, alone, is_exact=True)
+    record_property("hybrid.families_exact", 1)
+
+
+def test_a_state_that_is_not_its_rows_gives_other_tokens(
+    load_tiny: LoadTiny, prompts: list[list[int]], ask: Ask, complete: Complete, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control: rows keep their states where others leave."""
+    model, requests = load_tiny("qwen3_5"), ragged(ask, prompts)
+    expected = complete(model, requests, apart=1, settings=EngineSettings(max_rows=32))
+    monkeypatch.setattr(StateCache, "leave", lambda *_: None)
+    monkeypatch.setattr("parallm.engine.decode_batch.shares_steps", lambda _: True)  # the trial sees it
+    with pytest.raises(AssertionError):
+        check(complete(model, requests, apart=1, settings=EngineSettings(max_rows=32)), expected, is_exact=False)
 
 
 def check(

@@ -88,7 +88,9 @@ def test_sizes_are_those_that_the_model_was_trained_for(tmp_path: Path, config: 
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"chain": ("Transformer", "Pooling", "Dense")}, "Transformer -> Pooling -> Dense"),
+        ({"chain": ("Transformer", "Dense", "Pooling")}, "Transformer -> Dense -> Pooling"),
+        ({"chain": ("Transformer", "Pooling", "Normalize", "Dense")}, "Pooling -> Normalize -> Dense"),
+        ({"chain": ("Transformer", "Pooling", "Dense")}, "2_Dense/config.json"),
         ({"chain": ("Transformer",)}, "chains Transformer,"),
         ({"pooling": {"pooling_mode": "attention"}}, "'attention'"),
         ({"pooling": {"pooling_mode_new": True}}, "pooling_mode_new"),

@@ -110,6 +110,18 @@ def test_a_path_or_a_field_that_is_nearly_right_is_told_so(call: Call, complete:
     assert complete(max_token=4).json()["error"]["message"] == "unknown field 'max_token'; did you mean 'max_tokens'?"
 
 
+def test_kserves_clients_get_its_form_of_errors_with_the_way_out(call: Call) -> None:
+    for method, path in (("POST", "/v2/repository/index"), ("GET", "/v2/models/base/stats"), ("GET", "/v2/modelz")):
+        answer = call(method, path)
+        assert (answer.status_code, answer.json().keys()) == (404, {"error"})
+        assert answer.json()["error"].startswith(f"{method} {path}: no such route; of KServe's protocol this server")
+        assert "loaded at /v1/models/load" in answer.json()["error"]
+    wrong = call("GET", "/v2/models/base/infer")
+    assert (wrong.status_code, wrong.json()["error"]) == (405, "GET /v2/models/base/infer: this route takes POST")
+    assert "PUT one to /v1/rl/policies/NAME" in call("GET", "/v2/models/nobody").json()["error"]
+    assert call("GET", "/v2/rerank").json()["error"]["message"].endswith("this route takes POST")
+
+
 async def send_and_leave(app: FastAPI, engine: Any, body: dict[str, Any]) -> list[MutableMapping[str, Any]]:
     """One request over raw ASGI whose client leaves once the engine works on it. Returns what was sent to it."""
     sent: list[MutableMapping[str, Any]] = []

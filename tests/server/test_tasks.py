@@ -12,6 +12,7 @@ from fastapi.testclient import TestClient
 
 from parallm.errors import ContextTooLong, EngineFull, InvalidRequest, NotFinite, UnknownModel
 from parallm.server.openapi import DOCUMENTS
+from parallm.server.settings import ServerSettings
 from parallm.types import EncodeRequest, TaskSpec
 from tests.server.conftest import CharacterTokenizer, EchoEngine, card, make_app
 from tests.server.test_openapi import TASK_PATHS
@@ -55,6 +56,10 @@ class LetterEncoder:
         if not asked["cuts"] and any(len(row) > asked["limit"] for row in rows):
             raise ContextTooLong("too long; send truncate_prompt_tokens=-1", "documents", setting="engine.max_context")
         return [(row[: asked["limit"]], len(query) + 1) for row in rows]
+
+    async def encode_tokens(self, request: EncodeRequest, *, max_bytes: int) -> list[np.ndarray]:
+        assert max_bytes == ServerSettings().max_answer_bytes
+        return [np.array([[float(letter), 0.5] for letter in row], np.float32) for row in request.rows]
 
     async def encode(self, request: EncodeRequest) -> np.ndarray:
         if self.refusal is not None:
@@ -202,7 +207,12 @@ def test_pooling_gives_what_the_model_makes(send: Send, encoder: LetterEncoder) 
     assert send("/pooling", model="base", input="ab", task="embed").json()["data"][0]["data"] == [1.0, 1.0]
     (entry,) = send("/v1/pooling", model="base", input="ab", encoding_format="base64").json()["data"]
     assert struct.unpack("<2f", base64.b64decode(entry["data"])) == (1.0, 1.0)
+    rows = send("/pooling", model="base", input=["ab", "c"], task="token_embed").json()["data"]
+    assert [row["data"] for row in rows] == [[[97.0, 0.5], [98.0, 0.5]], [[99.0, 0.5]]]
+    (entry,) = send("/pooling", model="base", input="ab", task="token_embed", encoding_format="base64").json()["data"]
+    assert struct.unpack("<4f", base64.b64decode(entry["data"])) == (97.0, 0.5, 98.0, 0.5)
     encoder.found = CLASSIFY
+    assert send("/pooling", model="base", input="abc", task="token_embed").status_code == 400
     assert send("/pooling", model="base", input="abc", task="classify").json()["data"][0]["data"] == pytest.approx(
         [0.7, 0.3]
     )
@@ -275,7 +285,7 @@ def test_teis_errors(send: Send, encoder: LetterEncoder, refusal: Exception, sta
         (EMBED, "/classify", {"input": "a"}, "model", "/v1/embeddings"),
         (CLASSIFY, "/rerank", {"query": "a", "documents": ["b"]}, "model", "/classify"),
         (EMBED, "/rerank", {"query": "a", "documents": ["b"], "instruction": "i"}, "instruction", "vectors"),
-        (EMBED, "/pooling", {"input": "a", "task": "token_embed"}, "task", "embed"),
+        (EMBED, "/pooling", {"input": "a", "task": "token_classify"}, "task", "token_embed"),
         (CLASSIFY, "/classify", {"input": [1000]}, "input", "check_embedding_ctx_length=False"),
         (replace(SCORE, template="{query}{document}"), "/classify", {"input": "a"}, "model", "/rerank"),
     ],

@@ -1,5 +1,6 @@
 """Vectors of small models against unpacked forwards, pooled by numpy."""
 
+import asyncio
 import json
 import random
 import shutil
@@ -11,9 +12,10 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from parallm.device.streams import DeviceStreams
-from parallm.errors import EngineFull, InvalidRequest, NotFinite, Unavailable
+from parallm.errors import EngineFull, InvalidRequest, ModelError, NotFinite, Unavailable
 from parallm.learner.passes.packing import Segment, packed_hidden
 from parallm.model.adapters.adapter import Adapter
 from parallm.model.adapters.files import read_adapter, write_exactly
@@ -25,7 +27,7 @@ from parallm.model.shared_model import SharedModel
 from parallm.tasks.encoder import Encoder
 from parallm.tasks.passes import neighbours
 from parallm.tasks.settings import TaskSettings
-from parallm.types import Pooling, TaskSpec
+from parallm.types import EncodeRequest, Pooling, TaskSpec
 from tests.conftest import BLAS
 from tests.learner.conftest import build_start
 from tests.model.test_task_spec import write
@@ -250,3 +252,104 @@ def test_more_requests_than_may_wait_are_refused(make_encoder: Callable[..., Enc
     encoder._num_waiting = 1
     with pytest.raises(EngineFull):
         encode(encoder, make_rows([3]))
+
+
+DENSE_CHAIN = ("Transformer", "Pooling", "Dense", "Dense", "Normalize")
+MEAN_POOLING = {"pooling_mode_mean_tokens": True}
+
+
+def write_dense(folder: Path, shapes: Sequence[tuple[int, int]], activations: Sequence[str]) -> list[dict[str, Any]]:
+    """Write a folder for each layer, as sentence-transformers does; the second one has no bias."""
+    chance, layers = np.random.default_rng(2), []
+    for index, (shape, activation) in enumerate(zip(shapes, activations, strict=True), start=2):
+        place = folder / f"{index}_Dense"
+        place.mkdir()
+        arrays = {"linear.weight": chance.normal(size=shape).astype(np.float32) / 8}
+        if index == 2:
+            arrays["linear.bias"] = chance.normal(size=shape[0]).astype(np.float32)
+        save_file(arrays, place / "model.safetensors")
+        config = {"in_features": shape[1], "out_features": shape[0], "activation_function": activation}
+        (place / "config.json").write_text(json.dumps(config))
+        layers.append(arrays)
+    return layers
+
+
+@pytest.fixture
+def dense_folder(tiny_model: Callable[[str], Path], tmp_path: Path) -> tuple[Path, list[dict[str, Any]]]:
+    folder = shutil.copytree(tiny_model("llama"), tmp_path / "dense")
+    hidden = json.loads((folder / "config.json").read_text())["hidden_size"]
+    names = ("torch.nn.modules.activation.Tanh", "torch.nn.modules.linear.Identity")
+    layers = write_dense(folder, ((24, hidden), (10, 24)), names)
+    return write(folder, MEAN_POOLING, DENSE_CHAIN), layers
+
+
+def test_vectors_go_through_the_dense_modules(
+    make_encoder: Callable[..., Encoder], dense_folder: tuple[Path, list[dict[str, Any]]]
+) -> None:
+    folder, (first, second) = dense_folder
+    rows = make_rows(LENGTHS)
+    pooled = encode(make_encoder(settings=TaskSettings(pooling="mean")), rows, activates=False).astype(np.float64)
+    wide = np.tanh(pooled @ first["linear.weight"].T + first["linear.bias"]) @ second["linear.weight"].T
+    expected = wide / np.linalg.norm(wide, axis=1, keepdims=True)
+    encoder = make_encoder(settings=TaskSettings(), folder=folder)
+    assert encode(encoder, rows) == pytest.approx(expected, abs=1e-5)
+    alone = np.concatenate([encode(encoder, [row]) for row in rows])
+    assert alone == pytest.approx(expected, abs=1e-5)
+    assert np.abs(encode(make_encoder(settings=TaskSettings(pooling="mean")), rows)[:, :10] - expected).max() > 0.01
+    with pytest.raises(InvalidRequest, match="dimensions is 11, and vectors of base have 10"):
+        encode(encoder, rows, dimensions=11)
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda folder: (folder / "2_Dense/model.safetensors").unlink(), "2_Dense has no model.safetensors"),
+        (lambda folder: (folder / "2_Dense/model.safetensors").write_bytes(b"x"), "2_Dense cannot be read"),
+        (lambda folder: shutil.copy(folder / "3_Dense/model.safetensors", folder / "2_Dense"), "2_Dense takes 24 numb"),
+        (
+            lambda folder: (folder / "3_Dense/config.json").write_text('{"activation_function": "a.Mish"}'),
+            "activation mish.*tanh, gelu, relu, identity",
+        ),
+        (
+            lambda folder: (folder / "3_Dense/config.json").write_text('{"module_input_name": "token_embeddings"}'),
+            "token_embeddings",
+        ),
+    ],
+)
+def test_dense_modules_that_are_not_known_are_named(
+    make_encoder: Callable[..., Encoder],
+    dense_folder: tuple[Path, list[dict[str, Any]]],
+    damage: Callable[[Path], object],
+    reason: str,
+) -> None:
+    damage(dense_folder[0])
+    with pytest.raises(ModelError, match=reason):
+        encode(make_encoder(settings=TaskSettings(), folder=dense_folder[0]), make_rows((3,)))
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mamba"])
+def test_each_token_has_its_vector(
+    make_encoder: Callable[..., Encoder], load_tiny: Callable[..., SharedModel], architecture: str
+) -> None:
+    encoder, rows, model = make_encoder(architecture), make_rows(LENGTHS), load_tiny(architecture)
+    states = asyncio.run(encoder.encode_tokens(EncodeRequest(model="base", rows=tuple(rows)), max_bytes=1 << 20))
+    assert [len(state_TD) for state_TD in states] == [len(row) for row in rows]
+    for row, state_TD in zip(rows, states, strict=True):
+        hidden_TH = np.array(model.hidden(mx.array([row]), model.make_cache(), None)[0, ...].astype(mx.float32))
+        assert state_TD == pytest.approx(hidden_TH / np.linalg.norm(hidden_TH, axis=1, keepdims=True), abs=1e-5)
+    short = EncodeRequest(model="base", rows=tuple(rows), dimensions=4, activates=False)
+    cut = asyncio.run(encoder.encode_tokens(short, max_bytes=1 << 20))
+    assert cut[0] == pytest.approx(
+        np.array(model.hidden(mx.array([rows[0]]), model.make_cache(), None)[0, :, :4]), abs=1e-5
+    )
+
+
+def test_tokens_have_no_vectors_behind_dense_modules_and_none_beyond_the_limit(
+    make_encoder: Callable[..., Encoder], dense_folder: tuple[Path, list[dict[str, Any]]]
+) -> None:
+    request = EncodeRequest(model="base", rows=tuple(make_rows((3, 5))))
+    encoder = make_encoder(settings=TaskSettings(), folder=dense_folder[0])
+    with pytest.raises(InvalidRequest, match="layers behind its pooling, so there is none for each token"):
+        asyncio.run(encoder.encode_tokens(request, max_bytes=1 << 20))
+    with pytest.raises(InvalidRequest, match=r"the limit is 100; send fewer texts, or raise server.max_answer_bytes"):
+        asyncio.run(make_encoder().encode_tokens(request, max_bytes=100))

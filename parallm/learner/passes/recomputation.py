@@ -77,8 +77,8 @@ def activation_bytes(model: SharedModel) -> int:
 
 
 def can_checkpoint(model: SharedModel) -> bool:
-    """Whether the trunk has its layers in a list, which can be exchanged."""
-    return isinstance(getattr(model.trunk, "layers", None), list)
+    """Whether the trunk has its layers in a list of its own, which can be exchanged."""
+    return isinstance(model.trunk.get("layers"), list)
 
 
 @contextmanager

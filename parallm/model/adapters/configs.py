@@ -6,7 +6,7 @@ training, are ignored.
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 import mlx.core as mx
@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from parallm.errors import AdapterError
 from parallm.model.adapters.adapter import Adapter
+from parallm.model.adapters.expert_files import ParameterLora
 from parallm.model.adapters.module_names import check_keys, layered_names, outside_layers, to_pattern
 from parallm.model.lora.joined import padded
 
@@ -23,7 +24,6 @@ PEFT_HEADS = {"classifier", "score"}
 MAX_SHOWN = 60  # characters of a value in a message
 
 PEFT_REFUSED: Mapping[str, str] = {
-    "target_parameters": "it adapts experts or other parameters, and only linear layers can be adapted here",
     "modules_to_save": "it replaces whole modules",
     "trainable_token_indices": "it replaces embeddings of tokens",
     "lora_bias": "it adds biases",
@@ -76,6 +76,8 @@ class PeftConfig(_Config):
     use_rslora: bool = False
     use_dora: bool = False
     modules_to_save: list[str] | None = None
+    target_parameters: list[str] | None = None
+    peft_version: str | None = None
     init_lora_weights: bool | str | None = True
 
     @property
@@ -173,16 +175,21 @@ def with_one_scale(adapter: Adapter, rank: int, scale: float) -> dict[str, mx.ar
     return arrays
 
 
-def peft_config(adapter: Adapter, base_name: str, modules: Mapping[str, str]) -> dict[str, Any]:
-    """`modules` are the names of the targets in the file."""
+def peft_config(
+    adapter: Adapter, base_name: str, modules: Mapping[str, str], experts: Sequence[ParameterLora] = ()
+) -> dict[str, Any]:
+    """`modules` are the names of the targets in the file; `experts` are those of parameters."""
     targets = list(modules.values())
     # beside a text model there may be others, whose layers have the same names
     is_wrapped = any("language_model" in target.split(".") for target in targets)
     is_embed = adapter.task is not None and adapter.task.task == "embed"
     # PEFT looks for `layers` behind a dot, and the trunk alone has none before it
     layered = None if is_wrapped or is_embed or outside_layers(targets) else layered_names(targets)
-    ranks = {modules[target]: rank for target, rank in adapter.ranks.items()}
-    alphas = {modules[target]: _whole(alpha) for target, alpha in adapter.alphas.items()}
+    ranks = {modules[target]: rank for target, rank in adapter.ranks.items() if target in modules}
+    ranks |= {one.name: one.rank for one in experts if one.rank != adapter.rank}
+    alphas = {modules[target]: _whole(alpha) for target, alpha in adapter.alphas.items() if target in modules}
+    alphas |= {one.name: _whole(one.alpha) for one in experts if not math.isclose(one.alpha, adapter.alpha)}
+    named = [*targets, *(one.name for one in experts)]
     has_head = adapter.head is not None
     return {
         "peft_type": "LORA",
@@ -190,12 +197,13 @@ def peft_config(adapter: Adapter, base_name: str, modules: Mapping[str, str]) ->
         "base_model_name_or_path": base_name,
         "r": adapter.rank,
         "lora_alpha": _whole(adapter.alpha),
-        "rank_pattern": to_pattern(ranks, targets),
-        "alpha_pattern": to_pattern(alphas, targets),
-        "lora_dropout": adapter.dropout,
+        "rank_pattern": to_pattern(ranks, named),
+        "alpha_pattern": to_pattern(alphas, named),
+        "lora_dropout": 0.0 if experts else adapter.dropout,  # PEFT loads no other beside parameters
         "target_modules": layered[0] if layered else targets,
         "layers_to_transform": layered[1] if layered else None,
         "layers_pattern": "layers" if layered else None,
+        "target_parameters": [one.name for one in experts] or None,
         "use_rslora": adapter.rslora,
         "use_dora": adapter.is_dora,
         "bias": "none",

@@ -1,15 +1,15 @@
 """Adapters on disk, in mlx-lm's and in PEFT's format, LoRA and DoRA, both written and read.
 
 Adapters with a head are written in PEFT's format alone, as transformers' models for sequence classification have it: a
-number for each label of a sequence, read at its last token. Full fine-tunes, adapted embeddings or experts, and pickled
-PyTorch files are refused by name.
+number for each label of a sequence, read at its last token. Experts: see `expert_files.py`. Full fine-tunes, adapted
+embeddings, and pickled PyTorch files are refused by name.
 """
 
 import json
 import logging
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -28,6 +28,7 @@ from parallm.model.adapters.configs import (
     peft_config,
     with_one_scale,
 )
+from parallm.model.adapters.expert_files import ParameterLora, from_parameters, parameter_names, to_parameters
 from parallm.model.adapters.module_names import left_out_by_peft, modules_of, names_to_read, values_by_name
 from parallm.model.lora.targets import ROUTERS, Shape
 from parallm.model.task_spec import from_json, head_spec, read_task_spec, to_json
@@ -37,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 MLX_WEIGHTS = "adapters.safetensors"
 PEFT_WEIGHTS = "adapter_model.safetensors"
+EXPERTS = "experts"
+"""Metadata of a file written here in PEFT's format: the targets that are experts, as JSON."""
 TRUNK = "model."
 """What the names of a whole model's layers begin with, and those of its trunk do not."""
 PEFT_TENSOR = re.compile(
@@ -87,10 +90,11 @@ def _from_peft(
     model_type: str,
     identity: Mapping[str, Any],
     *,
+    experts: tuple[dict[str, mx.array], dict[str, str]],
     is_ours: bool,
     is_classifier: bool,
 ) -> Adapter:
-    """`is_classifier`: a head of one row is no reward model's."""
+    """`experts`: their arrays, and the parameter of each; `is_classifier`: a head of one row is no reward model's."""
     modules: dict[str, str] = {}
     arrays = from_peft_names(tensors, model_type, is_ours=is_ours, modules=modules)
     for name in arrays.keys() & tensors.keys():
@@ -99,14 +103,24 @@ def _from_peft(
         head = arrays.pop(name)
         arrays |= {HEAD: head} if is_classifier or head.shape[0] != 1 else {REWARD_HEAD: mx.contiguous(head[0])}
     _check_magnitudes(arrays, config.use_dora)
-    ranks = values_by_name(config.rank_pattern or {}, modules.values())
-    alphas = values_by_name(config.alpha_pattern or {}, modules.values())
+    expert_arrays, parameters = experts
+    names = {**modules, **parameters}
+    ranks = values_by_name(config.rank_pattern or {}, names.values())
+    alphas = values_by_name(config.alpha_pattern or {}, names.values())
+    own_ranks = {target: ranks.get(name, config.r) for target, name in names.items()}
+    own_alphas = {target: alphas.get(name, config.lora_alpha) for target, name in names.items()}
+    for target in parameters:
+        own = expert_arrays[f"{target}.lora_a"].shape[-1]  # half of the parameter's where gate and up are apart
+        share = own / own_ranks[target]
+        alpha = own_alphas[target] * (math.sqrt(share) if config.use_rslora else share)
+        own_ranks[target] = own
+        own_alphas[target] = config.lora_alpha if math.isclose(alpha, config.lora_alpha) else alpha
     return make_adapter(
-        arrays,
+        arrays | expert_arrays,
         rank=config.r,
         alpha=config.lora_alpha,
-        ranks={target: ranks[module] for target, module in modules.items() if module in ranks},
-        alphas={target: alphas[module] for target, module in modules.items() if module in alphas},
+        ranks=own_ranks,
+        alphas=own_alphas,
         rslora=config.use_rslora,
         dropout=config.lora_dropout,
         **identity,
@@ -129,7 +143,8 @@ def from_peft_names(
             continue
         target = names_to_read(model_type, is_ours=is_ours).from_peft(match["module"])
         part = f"lora_{match['part'].lower()}" if match["part"] else "m"
-        arrays[f"{target}.{part}"] = mx.contiguous(tensor.T)
+        # three axes: experts, as `write_exactly` keeps them
+        arrays[f"{target}.{part}"] = mx.contiguous(tensor if tensor.ndim == 1 else tensor.swapaxes(-1, -2))
         if modules is not None:
             modules[target] = match["module"]
     return arrays
@@ -183,16 +198,23 @@ def write_peft(adapter: Adapter, folder: Path, base_name: str, base_sha256: str 
     `base_sha256` is the base's fingerprint, which `base_of` reads. Raises AdapterError where transformers' names of the
     layers of a `model_type` are unknown, OSError if the disk does not take it.
     """
-    modules = modules_of(adapter.targets, model_type)
-    metadata = {}
+    experts = to_parameters(adapter, model_type)
+    linears = linear_targets(adapter)
+    modules = modules_of(linears, model_type)
+    metadata = {EXPERTS: json.dumps(sorted(set(adapter.targets).difference(linears)))} if experts else {}
     if adapter.task is not None and adapter.task.task == "embed" and adapter.head is None:
         modules, metadata = _of_trunk(modules), {"trunk": TRUNK}
-    if lost := left_out_by_peft(adapter.targets, model_type):
+    if lost := left_out_by_peft(linears, model_type):
         logger.warning(
             "PEFT 0.21 itself does not load %d layers of this adapter of %s, such as %s; other programs may",
             *(len(lost), model_type, modules[lost[0]]),
         )
-    _write_peft(adapter, folder, base_name, base_sha256, modules, metadata)
+    _write_peft(adapter, folder, base_name, base_sha256, modules, metadata, experts)
+
+
+def linear_targets(adapter: Adapter) -> list[str]:
+    """The targets of `adapter` that are no experts."""
+    return [target for target in adapter.targets if adapter.arrays[f"{target}.lora_a"].ndim == 2]
 
 
 def _of_trunk(modules: Mapping[str, str]) -> dict[str, str]:
@@ -221,16 +243,18 @@ def _write_peft(
     base_sha256: str,
     modules: Mapping[str, str],
     more: Mapping[str, str] = MappingProxyType({}),
+    experts: Sequence[ParameterLora] = (),
 ) -> None:
-    """`modules` are the names of the targets in the file, `more` is further metadata."""
+    """`modules` are the names of the targets in the file, `more` is further metadata, `experts` are other tensors."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / CONFIG).write_text(json.dumps(peft_config(adapter, base_name, modules), indent=2) + "\n")
+    (folder / CONFIG).write_text(json.dumps(peft_config(adapter, base_name, modules, experts), indent=2) + "\n")
     tensors: dict[str, mx.array] = {}
     for target, module in modules.items():
-        tensors[f"base_model.model.{module}.lora_A.weight"] = adapter.arrays[f"{target}.lora_a"].T
-        tensors[f"base_model.model.{module}.lora_B.weight"] = adapter.arrays[f"{target}.lora_b"].T
+        tensors[f"base_model.model.{module}.lora_A.weight"] = adapter.arrays[f"{target}.lora_a"].swapaxes(-1, -2)
+        tensors[f"base_model.model.{module}.lora_B.weight"] = adapter.arrays[f"{target}.lora_b"].swapaxes(-1, -2)
         if adapter.is_dora:
             tensors[f"base_model.model.{module}.lora_magnitude_vector"] = adapter.arrays[f"{target}.m"]
+    tensors |= {name: tensor for parameter in experts for name, tensor in parameter.tensors.items()}
     if adapter.head is not None:
         tensors["base_model.model.score.weight"] = adapter.head
     metadata = {"format": "pt", "base_sha256": base_sha256, **more} | _metadata(adapter)
@@ -261,14 +285,21 @@ def read_adapter(
             "step": int(metadata.get("step", "0")),
         }
         task = from_json(metadata["task"]) if "task" in metadata else read_task_spec(folder)
+        if task is not None and task.dense:
+            raise ModelError(
+                "modules.json has a Dense, and an adapter brings no such layers here; merge it into its base"
+            )
         if isinstance(config, MlxConfig):
             adapter = _from_mlx(config, arrays, metadata, identity)
         else:
+            experts, parameters, used = _experts_of(config, arrays, targets, model_type, metadata)
+            linears = {name: array for name, array in arrays.items() if name not in used}
             adapter = _from_peft(
                 config,
-                _of_base(arrays, config, targets, is_trunk="trunk" in metadata),
+                _of_base(linears, config, targets, is_trunk="trunk" in metadata),
                 model_type,
                 identity,
+                experts=(experts, parameters),
                 is_ours="digest" in metadata,
                 is_classifier=task is not None,
             )
@@ -280,6 +311,35 @@ def read_adapter(
     if metadata.get("digest", adapter.digest) != adapter.digest:
         raise AdapterError(f"the adapter in {folder} is damaged: its arrays are not those that were saved")
     return adapter if task is None else replace(adapter, task=task)
+
+
+def _experts_of(
+    config: PeftConfig,
+    arrays: Arrays,
+    targets: Mapping[str, Shape] | None,
+    model_type: str,
+    metadata: Mapping[str, str],
+) -> tuple[dict[str, mx.array], dict[str, str], set[str]]:
+    """See `from_parameters`. Raises AdapterError where the base is not known, or its experts are no targets."""
+    if not config.target_parameters:
+        return {}, {}, set()
+    experts = [target for target, shape in (targets or {}).items() if len(shape) == 3]
+    if targets is None or not experts:
+        raise AdapterError(
+            f"target_parameters in {CONFIG} is {config.target_parameters}, and no experts are LoRA targets here; load "
+            "the mixture that it was trained on, with experts in model.lora.targets, e.g. [all-linear,experts]"
+        )
+    names = parameter_names(experts, model_type)
+    ranks = dict.fromkeys(names, config.r) | values_by_name(config.rank_pattern or {}, names)
+    return from_parameters(
+        arrays,
+        config.target_parameters,
+        ranks,
+        targets,
+        model_type,
+        None if EXPERTS in metadata else config.peft_version or "",
+        json.loads(metadata[EXPERTS]) if EXPERTS in metadata else None,
+    )
 
 
 def _of_base(tensors: Arrays, config: PeftConfig, targets: Mapping[str, Shape] | None, *, is_trunk: bool) -> Arrays:

@@ -12,18 +12,25 @@ from parallm.errors import AdapterError
 from parallm.model.lora.experts import Routing
 from parallm.model.lora.linear import LoraContext, LoraExperts, LoraLinear
 from parallm.model.patches.experts import install_experts
+from parallm.model.quantized import UnpackingLinear
 from parallm.model.settings import LoraSettings
 
 logger = logging.getLogger(__name__)
 
 EXPERTS = SwitchLinear | QuantizedSwitchLinear
+READ = frozenset(
+    {
+        *("prediction_coefs", "correction_coefs"),  # gemma3n
+        *("self_attention_res_proj", "mlp_res_proj", "output_attn_res_proj"),  # kimi_k3
+    }
+)
+"""Names of linear layers whose weights mlx-lm's models read, or set, themselves."""
+CALLS = frozenset({nn.Linear.__call__, nn.QuantizedLinear.__call__, UnpackingLinear.__call__})
 ALL_LINEAR, ALL_EXPERTS = "all-linear", "experts"
 Shape = tuple[int, ...]
 """Inputs and outputs of a target, of experts after their number: (inputs, outputs) or (experts, inputs, outputs)."""
 ROUTERS = frozenset({"gate", "router"})
 """Names of the layers that choose experts in mlx-lm's models; `gate_proj` and `shared_expert_gate` are others."""
-NEVER_CALLED = frozenset({"self_attention_res_proj", "mlp_res_proj"})
-"""Names of linear layers of which kimi_k3 reads the weights as vectors."""
 
 
 def install_lora(base: nn.Module, settings: LoraSettings, lora_context: LoraContext) -> dict[str, Shape]:
@@ -36,9 +43,8 @@ def install_lora(base: nn.Module, settings: LoraSettings, lora_context: LoraCont
     linears = {
         name: module
         for name, module in base.named_modules()
-        if isinstance(module, nn.Linear | nn.QuantizedLinear)
-        and id(module) in layer_of  # neither embedding nor head
-        and name.rpartition(".")[2] not in NEVER_CALLED
+        # neither embedding nor head
+        if _is_linear(module) and id(module) in layer_of and name.rpartition(".")[2] not in READ
     }
     experts = _experts(base)
     layers = _layers("all" if settings.layers is None else settings.layers, len(base.layers))
@@ -162,6 +168,11 @@ def _check_dora(settings: LoraSettings, experts: Iterable[str]) -> None:
             f"model.lora.dora=true: {first} holds a matrix for each expert, which DoRA has no form for; leave dora "
             "out, or the experts out of model.lora.targets"
         )
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Whether it is a linear layer, and none that cuts its output into a list (afm7)."""
+    return isinstance(module, nn.Linear | nn.QuantizedLinear) and type(module).__call__ in CALLS
 
 
 def _is_end(name: str, path: str) -> bool:

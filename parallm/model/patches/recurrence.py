@@ -21,6 +21,7 @@ from mlx_lm.models import ssm as mlx_lm_ssm
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
 from parallm.model.recurrence.gated_delta import gated_delta
+from parallm.model.recurrence.gated_delta_step import gated_delta_step
 from parallm.model.recurrence.rows import PackedRows, rows_in_use, using, whole_rows
 from parallm.model.recurrence.short_conv import ShortConv, is_short
 from parallm.model.recurrence.ssd import ssd
@@ -97,9 +98,11 @@ def gated_delta_update(
     lower_bound: float | None = None,
     allow_neg_eigval: bool = False,
 ) -> tuple[mx.array, mx.array]:
-    """Stands in for mlx-lm's function of the same signature; one token, and rows with padding, are left to it."""
+    """Stands in for mlx-lm's function of the same signature; rows with padding, and one token of each row on Metal, are
+    left to it."""
     rows = rows_in_use() or (whole_rows(*q.shape[:2]) if q.shape[1] > 1 and mask is None else None)
-    if rows is None:
+    is_step = rows is None and mask is None and state is not None and q.shape[1] == 1
+    if rows is None and not (is_step and not mx.metal.is_available()):
         result: tuple[mx.array, mx.array] = _mlx_lm_gated_delta_update(
             q,
             k,
@@ -119,6 +122,12 @@ def gated_delta_update(
     shifted = a.astype(mx.float32) + dt_bias
     log_a = -rate * nn.softplus(shifted) if lower_bound is None else lower_bound * mx.sigmoid(rate * shifted)
     beta = mx.sigmoid(b) * 2 if allow_neg_eigval else mx.sigmoid(b)
+    if is_step:
+        repeats = v.shape[2] // q.shape[2]
+        queries, keys = (mx.repeat(one[:, 0], repeats, axis=1) if repeats > 1 else one[:, 0] for one in (q, k))
+        outputs, last = gated_delta_step(queries, keys, v[:, 0], mx.exp(log_a[:, 0]), beta[:, 0], state)
+        return outputs[:, None], last
+    assert rows is not None
     q, k, flat_v, log_a, beta = (array.flatten(0, 1) for array in (q, k, v, log_a, beta))
     outputs, last = gated_delta(q, k, flat_v, log_a, beta, state, rows)
     return outputs.reshape(v.shape), last

@@ -48,7 +48,10 @@ def choose(service: Service, name: str, version: str | None = None) -> TensorMod
             model=exact, name=card.name, version=card.version, signature=card.signature, models=service.actor
         )
     if service.predictor is None:
-        raise UnknownModel(f"no policy net {own[:100]!r}, and the language model of this process takes no tensors")
+        raise UnknownModel(
+            f"no policy net {own[:100]!r}, and the language model of this process takes no tensors; PUT one to "
+            "/v1/rl/policies/NAME, or set tasks.policies.NAME to a folder"
+        )
     if asked in service.splits.all():
         raise InvalidRequest(f"{asked} is split between versions; name one of them", "model")
     model = resolved(asked, service.catalog(), service.policies)

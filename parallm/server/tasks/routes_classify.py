@@ -2,6 +2,7 @@
 
 import time
 import uuid
+from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Literal
 
@@ -86,8 +87,8 @@ class InfinityAnswer(Wire):
 class PoolingBody(Wire):
     model: ModelName
     input: Inputs
-    task: Literal["embed", "classify"] | None = None
-    """What is asked of the model; absent: what it does."""
+    task: Literal["embed", "classify", "token_embed"] | None = None
+    """What is asked of the model; absent: what it does. `token_embed` gives a vector for each token of a text."""
     dimensions: Annotated[int, Field(ge=1)] | None = None
     encoding_format: Literal["float", "base64"] = "float"
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
@@ -100,7 +101,8 @@ class PoolingBody(Wire):
 class PoolingEntry(Wire):
     index: int
     object: Literal["pooling"]
-    data: list[float] | str
+    data: list[float] | list[list[float]] | str
+    """Of `token_embed` a row for each token, in base64 one after the other."""
 
 
 class PoolingAnswer(Wire):
@@ -129,11 +131,16 @@ def classify_routes(service: Service) -> APIRouter:
     @router.post("/pooling")
     @router.post("/v1/pooling")
     async def pooling(http: Request) -> Response:
-        """Compute what the model makes of each text: its vector, or the numbers of its labels."""
+        """Compute what the model makes of each text: its vector, those of its tokens, or the numbers of its labels."""
         body, chosen, request = await received(service, http, partial(_parse_pooling, service))
-        numbers_ND = await while_connected(http.receive, chosen.encoder.encode(request))
-        seconds = 0.0 if body.encoding_format == "base64" else numbers_ND.size * SECONDS_PER_NUMBER
-        return await service.workers.run_if_long(partial(_pooled, body, request, numbers_ND), seconds=seconds)
+        if body.task == "token_embed":
+            work = chosen.encoder.encode_tokens(request, max_bytes=service.settings.max_answer_bytes)
+            arrays = await while_connected(http.receive, work)
+        else:
+            arrays = list(await while_connected(http.receive, chosen.encoder.encode(request)))
+        size = sum(array.size for array in arrays)
+        seconds = 0.0 if body.encoding_format == "base64" else size * SECONDS_PER_NUMBER
+        return await service.workers.run_if_long(partial(_pooled, body, request, arrays), seconds=seconds)
 
     return router
 
@@ -155,7 +162,7 @@ def _parse_pooling(service: Service, text: bytes) -> tuple[PoolingBody, Chosen, 
     body = parse_body(text, PoolingBody)
     tasks: tuple[Literal["embed", "classify", "score"], ...] = ("embed", "classify", "score")
     if body.task is not None:
-        tasks = ("embed",) if body.task == "embed" else ("classify", "score")
+        tasks = ("classify", "score") if body.task == "classify" else ("embed",)
     chosen = choose(service, body.model, *tasks)
     cut = Cut(tokens=body.truncate_prompt_tokens, side=body.truncation_side)
     prompt = prompt_of(chosen, None) if chosen.spec.task == "embed" else ""
@@ -207,8 +214,8 @@ def may_have_several(chosen: Chosen) -> bool:
     return chosen.spec.task == "classify" and chosen.spec.activation == "sigmoid"
 
 
-def _pooled(body: PoolingBody, request: EncodeRequest, numbers_ND: np.ndarray) -> Response:
-    written = [as_base64(row_D) for row_D in numbers_ND] if body.encoding_format == "base64" else numbers_ND.tolist()
+def _pooled(body: PoolingBody, request: EncodeRequest, arrays: Sequence[np.ndarray]) -> Response:
+    written = [as_base64(array) if body.encoding_format == "base64" else array.tolist() for array in arrays]
     return json_response(
         PoolingAnswer(
             id=f"pool-{uuid.uuid4().hex}",

@@ -87,7 +87,13 @@ give(
     {"intervals.worst_width_ratio": Bar(max=1.3), "intervals.control_coverage": Bar(max=0.5)},
 )
 EXACT_PACKINGS = {"hybrid.packings_exact": Bar(min=200), "hybrid.packings_worst_error": Bar(max=1e-4)}
+give("hybrid_families", "engine/test_hybrids.py", 6, {"hybrid.families_exact": Bar(min=21)})
 give("hybrid_packings", "learner/passes/test_hybrids.py", 4, EXACT_PACKINGS, packings_worst_error=max)
+REFERENCES = {"hybrid.reference_logits_error": Bar(max=1e-3), "hybrid.reference_gradients_error": Bar(max=1e-3)}
+HYBRID = {"hybrid.learning_accuracy": Bar(min=0.85), "hybrid.learning_control_gain": Bar(min=-0.02, max=0.02)}
+give("hybrid_learning", "learning/test_hybrid.py", 30, HYBRID)
+WORST = {"reference_logits_error": max, "reference_gradients_error": max}
+give("hybrid_references", "learner/hybrids/test_references.py", 0.2, REFERENCES, **WORST)
 PACE = {"episodes.vs_lock_step": Bar(min=2.5), "episodes.steps_vs_lock_step": Bar(min=1.5)}
 EVEN = {"episodes.ahead_vs_lock_step_ahead": Bar(), "episodes.control_vs_lock_step": Bar(min=0.9, max=1.5)}
 SCORES = {"episodes.scoring_share": Bar(max=0.1), "episodes.control_scoring_share": Bar(min=0.3)}
@@ -99,6 +105,14 @@ give("oracles", "learner/test_oracles.py", 0.2, ORACLE, worst_error=max)
 give("regenerated", "interop/trl/test_oracles.py", 1, ANEW, regenerated_error=max)
 give(
     "tasks", "tasks/test_references.py", 0.5, {"tasks.worst_embedding_error": Bar(max=1e-5)}, worst_embedding_error=max
+)
+give("experts", "model/adapters/test_expert_files.py", 0.5, {"experts.peft_error": Bar(max=1e-4)}, peft_error=max)
+give("expert_routes", "engine/test_routes.py", 0.1, {"experts.routing_changed": Bar(max=0.01)}, routing_changed=max)
+give(
+    "architectures",
+    "model/test_architectures.py",
+    7,
+    {"architectures.tried": Bar(min=104), "architectures.batched": Bar(min=100), "architectures.packed": Bar(min=90)},
 )
 give("task_losses", "tasks/test_losses.py", 0.1, {"tasks.worst_loss_error": Bar(max=1e-6)}, worst_loss_error=max)
 EXACT = {"gguf.types_exact": Bar(min=14, max=14), "gguf.control_types_inexact": Bar(min=7)}

@@ -20,6 +20,24 @@ def shape_of(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: 
     return {"model_type": "llama"} | sizes | rest
 
 
+def mixture_of(
+    hidden: int,
+    expert: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    head: int,
+    vocabulary: int,
+    *,
+    experts: int,
+    chosen: int,
+) -> Shape:
+    """A Qwen3-MoE of these sizes."""
+    own = {"model_type": "qwen3_moe", "num_experts": experts, "num_experts_per_tok": chosen}
+    own |= {"moe_intermediate_size": expert, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    return shape_of(hidden, 3 * hidden, layers, heads, kv_heads, head, vocabulary) | own
+
+
 def hybrid_of(hidden: int, intermediate: int, layers: int, heads: tuple[int, int], key_heads: int, head: int) -> Shape:
     """Qwen3.5: three layers of the gated delta rule for each of attention, whose heads have 256 channels in the large
     ones. `heads` are those of attention, and of values in the recurrent layers."""
@@ -41,6 +59,10 @@ SHAPES = {
     "0.5b": shape_of(896, 4864, 24, 14, 2, 64, 151936),
     "25m": shape_of(512, 1408, 8, 8, 4, 64, 4096),
     "tiny": shape_of(64, 128, 2, 4, 2, 16, 384),
+}
+SHAPES |= {
+    "30b-a3b": mixture_of(2048, 768, 48, 32, 4, 128, 151936, experts=128, chosen=8),
+    "tiny-moe": mixture_of(64, 32, 2, 4, 2, 16, 384, experts=8, chosen=2),
 }
 SHAPES |= {
     f"{name}-{bits}bit": SHAPES[name] | {"quantization": {"group_size": 64, "bits": bits}}

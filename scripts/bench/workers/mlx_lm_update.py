@@ -18,6 +18,7 @@ import mlx.nn as nn
 import mlx.optimizers
 import numpy as np
 from mlx.utils import tree_map
+from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.tuner.trainer import default_loss
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
@@ -29,13 +30,14 @@ WARM_UP = 2  # the second update finds moments that the first one has made, and 
 
 
 class Updates:
-    def __init__(self, shape: Shape, rows: int, prompt: int, completion: int) -> None:
+    def __init__(self, shape: Shape, rows: int, prompt: int, completion: int, rank: int) -> None:
         self._model = random_base(shape)
         self._model.freeze()
         modules = [module for layer in self._model.layers for module in layer.named_modules()]
-        keys = {name for name, module in modules if isinstance(module, nn.Linear)}
+        linears = {name for name, module in modules if isinstance(module, nn.Linear | SwitchLinear)}
+        keys = {name for name in linears if not name.endswith(".gate")}  # no router
         linear_to_lora_layers(
-            self._model, shape["num_hidden_layers"], {"rank": 16, "scale": 2.0, "dropout": 0.0, "keys": keys}
+            self._model, shape["num_hidden_layers"], {"rank": rank, "scale": 2.0, "dropout": 0.0, "keys": keys}
         )
         self._model.train()
         mx.eval(self._model.parameters())
@@ -97,8 +99,9 @@ def main(
     passes: Sequence[int],
     settings: Settings,
     repeats: int = 3,
+    rank: int = 16,
 ) -> dict[str, Any]:
-    updates = Updates(SHAPES[shape], groups * group_size, prompt, completion)
+    updates = Updates(SHAPES[shape], groups * group_size, prompt, completion, rank)
 
     def trial(settings: Settings) -> float | None:
         try:

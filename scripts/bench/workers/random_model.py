@@ -10,7 +10,7 @@ from bench.workers.loads import Shape
 from parallm.model.chat.tokenizer import ChatTokenizer
 from parallm.model.load import NANO, share_model
 from parallm.model.quantized import cast
-from parallm.model.settings import ModelSettings
+from parallm.model.settings import LoraSettings, ModelSettings
 from parallm.model.shared_model import SharedModel
 
 
@@ -25,7 +25,10 @@ def random_base(shape: Shape) -> nn.Module:
     return base
 
 
-def random_model(shape: Shape, dtype: str = "auto", tokenizer: str | None = None) -> SharedModel:
-    """The same, as our engine and our learner use it; `auto` is as `random_base` says. `tokenizer`: its folder."""
-    settings = ModelSettings(dtype=dtype)  # type: ignore[arg-type]  # pydantic checks it
+def random_model(
+    shape: Shape, dtype: str = "auto", tokenizer: str | None = None, targets: tuple[str, ...] | None = None
+) -> SharedModel:
+    """The same, as our engine and our learner use it; `auto` is as `random_base` says. `tokenizer`: its folder;
+    `targets`: as `model.lora.targets`."""
+    settings = ModelSettings(dtype=dtype, lora=LoraSettings(targets=targets))  # type: ignore[arg-type]  # it checks
     return share_model(random_base(shape), shape, ChatTokenizer(load_tokenizer(Path(tokenizer or NANO))), settings)

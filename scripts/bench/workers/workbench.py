@@ -43,7 +43,12 @@ class Workbench:
     """The parts of one process, made by `open_workbench`."""
 
     def __init__(
-        self, device: DeviceThread, engine: AsyncEngine, settings: EngineSettings, load: Callable[[], SharedModel]
+        self,
+        device: DeviceThread,
+        engine: AsyncEngine,
+        settings: EngineSettings,
+        load: Callable[[], SharedModel],
+        rank: int,
     ) -> None:
         """Called on the device thread."""
         self.device = device
@@ -51,7 +56,7 @@ class Workbench:
         self.model = load()
         self.table = AdapterTable()
         self.streams = DeviceStreams(partial(set_blas_threads, bench.BLAS))
-        self.adapter = random_adapter(self.model, 1)
+        self.adapter = random_adapter(self.model, 1, rank=rank)
         self.table.publish(self.adapter)
         parts = self.model, self.table, self.streams, settings
         self.core = Engine(*parts, emit=engine.emit, report=engine.report, async_scheduling=on_cuda())
@@ -114,15 +119,17 @@ async def open_workbench(
     quantized: str = "auto",
     tokenizer: str | None = None,
     rows: int = 128,
+    targets: tuple[str, ...] | None = None,
+    rank: int = RANK,
     **engine_settings: Any,
 ) -> AsyncIterator[Workbench]:
     """A model, by its folder or loaded already, or random weights of a shape, whose tokenizer may have a folder;
-    `engine_settings` are more of the engine's."""
+    `targets` and `rank` are the form of its adapter, `engine_settings` are more of the engine's."""
     device = DeviceThread(Governor(serving_share=0.7, engine_share=0.5))
 
     def load() -> SharedModel:
         if shape is not None:
-            return random_model(SHAPES[shape], dtype, tokenizer)
+            return random_model(SHAPES[shape], dtype, tokenizer, targets)
         if isinstance(model, SharedModel):
             return model
         return load_shared_model(
@@ -132,7 +139,7 @@ async def open_workbench(
     engine = AsyncEngine(device, asyncio.get_running_loop())
     settings = EngineSettings(max_rows=rows, **engine_settings)
     try:
-        made = await asyncio.wrap_future(device.call(lambda: Workbench(device, engine, settings, load)))
+        made = await asyncio.wrap_future(device.call(lambda: Workbench(device, engine, settings, load, rank)))
         engine.attach(made.core)
         yield made
     finally:

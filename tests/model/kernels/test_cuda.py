@@ -143,3 +143,8 @@ def test_launches_give_a_few_bytes_where_mlx_finds_the_code_by_them(
     if is_found:
         assert len(code) < 40
         assert b"gather_rows ()" in {path.read_bytes() for path in kernels_are_made.glob("gather_rows_*.ptx")}
+
+
+@pytest.mark.skipif(not cuda.on_cuda(), reason="needs MLX's CUDA build")
+def test_this_machine_finds_code_by_a_few_bytes() -> None:
+    assert cuda._finds_modules()
