@@ -95,13 +95,12 @@ ROUTES: Sequence[Callable[[Service], APIRouter]] = (
     batch_routes,
     fine_tuning_routes,
 )
-PAGE_ROUTES: Sequence[Callable[[PageHost], APIRouter]] = (page_routes, run_routes)
+PAGE_ROUTES: Sequence[Callable[[PageHost], APIRouter]] = (page_routes, run_routes, rollout_routes)
 """Routes that need no model."""
 DASHBOARD_ROUTES: Sequence[Callable[[Service], APIRouter]] = (
     *PAGE_ROUTES,
     session_routes,
     device_routes,
-    rollout_routes,
 )
 """Routes that exist with `server.dashboard` alone."""
 OLLAMA_ROUTES: Sequence[Callable[[Service], APIRouter]] = (
