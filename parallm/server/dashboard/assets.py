@@ -97,16 +97,18 @@ class Assets:
 
 
 def lean(name: str, content: bytes) -> bytes:
-    """Return a script or a style without comments, indentation and empty lines.
+    """Return a script or a style without comments, indentation and line ends that mean nothing.
 
-    Comments are those that begin a line; no text of a script may go over several lines (a test looks).
+    Comments are those that begin a line, or end one without a quote; no text of a script may go over several lines (a
+    test looks).
     """
     if not name.endswith((".js", ".css")):
         return content
     text = re.sub(r"^[ \t]*/\*.*?\*/[ \t]*$", "", content.decode(), flags=re.MULTILINE | re.DOTALL)
     if name.endswith(".js"):
         text = re.sub(r"^[ \t]*//.*$", "", text, flags=re.MULTILINE)
-        text = re.sub(r"^[ \t]+|[ \t]+$", "", text, flags=re.MULTILINE)
+        text = re.sub(r"(?<=[;,{]) // [^\"'`\n]*$|^[ \t]+|[ \t]+$", "", text, flags=re.MULTILINE)
+        text = re.sub(r"(?<=[;,{(\[])\n+|\n+(?=[})\].?:&|])", "", text)
     else:
         text = re.sub(r"\s*([{};,])\s*|(:) +", r"\1\2", text)
     return re.sub(r"\n{2,}", "\n", text).strip("\n").encode() + b"\n"
