@@ -1,6 +1,6 @@
 """The files of the page: read and compressed once, then answered from memory, so that no request reaches the disk.
 
-Scripts and styles travel without their comments and indentation. `index.html` names the other files below a digest of
+Scripts and styles travel without their comments and indentation (rjsmin, rcssmin). `index.html` names the other files below a digest of
 all of them; their answers never change and browsers keep them.
 plotly's script comes from the installed package `plotly`, which is not imported.
 """
@@ -8,12 +8,14 @@ plotly's script comes from the installed package `plotly`, which is not imported
 import gzip
 import hashlib
 import importlib.util
-import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path, PurePosixPath
+
+from rcssmin import cssmin
+from rjsmin import jsmin
 
 PREFIX = "/dashboard"
 INDEX = "index.html"
@@ -97,21 +99,12 @@ class Assets:
 
 
 def lean(name: str, content: bytes) -> bytes:
-    """Return a script or a style without comments, indentation and line ends that mean nothing.
-
-    Comments are those that begin a line, or end one without a quote; no text of a script may go over several lines (a
-    test looks).
-    """
-    if not name.endswith((".js", ".css")):
-        return content
-    text = re.sub(r"^[ \t]*/\*.*?\*/[ \t]*$", "", content.decode(), flags=re.MULTILINE | re.DOTALL)
+    """Return a script or a style without comments and spaces that mean nothing."""
     if name.endswith(".js"):
-        text = re.sub(r"^[ \t]*//.*$", "", text, flags=re.MULTILINE)
-        text = re.sub(r"(?<=[;,{]) // [^\"'`\n]*$|^[ \t]+|[ \t]+$", "", text, flags=re.MULTILINE)
-        text = re.sub(r"(?<=[;,{(\[])\n+|\n+(?=[})\].?:&|])", "", text)
-    else:
-        text = re.sub(r"\s*([{};,])\s*|(:) +", r"\1\2", text)
-    return re.sub(r"\n{2,}", "\n", text).strip("\n").encode() + b"\n"
+        return str(jsmin(content.decode())).encode()
+    if name.endswith(".css"):
+        return str(cssmin(content.decode())).encode()
+    return content
 
 
 def plotly_script() -> Path | None:

@@ -24,7 +24,7 @@ export async function openGroup(view, place) {
   const button = (text, by, label) => h("button", { type: "button", "aria-label": label, disabled: !isThere(group, place + by), onclick: () => view.move(by) }, text);
   view.move = (by) => isThere(group, place + by) && go("samples", [view.step, place + by], { colour: view.params.colour });
   const neighbours = h("span", "group ", button("‹", -1, "Earlier group (p)"), ` ${place} of ${group.groups} `, button("›", 1, "Later group (n)"));
-  const tools = [h("a", { href: link("samples", [view.step]) }, "all of the step"), table, h("button", { type: "button", onclick: (event) => copy(group, event.target) }, "copy"), inChat(group)];
+  const tools = [h("a", { href: link("samples", [view.step]) }, "all of the step"), table, inChat(group)];
   const other = h("button", { type: "button", onclick: () => showElsewhere(view, group, elsewhere) }, "same problem at other steps");
   put(context.root, stepBar(view, neighbours), h("div.bar", tools, other), elsewhere, problem(group), h("div.bar", colourChoice(NAMES, chosen, colour)), h("div.side", { tabindex: 0, role: "region", "aria-label": "Completions side by side" }, made.map(({ element }) => element), group.faulty.map(faultCard)));
   return { turnTable: () => table.click() };
@@ -60,16 +60,6 @@ function completionCard(one, colour) {
 
 function faultCard(fault) {
   return h("article.card", { "aria-label": "Completion without a reward" }, h("h3.bad", fault.kind), h("p.text", cut(fault.detail, 4000)), h("pre.text", cut(fault.text, 20000)));
-}
-
-async function copy(group, button) {
-  const lines = group.completions.map((one) => JSON.stringify({ problem_id: group.problem_id, messages: group.messages, answer: group.answer, completion: one.text, reward: one.reward, parts: one.parts, advantage: one.advantage }));
-  try {
-    await navigator.clipboard.writeText(lines.join("\n") + "\n");
-    put(button, "copied");
-  } catch {
-    put(button, "the browser does not allow it");
-  }
 }
 
 function inChat(group) {

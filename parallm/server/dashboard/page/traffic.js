@@ -6,7 +6,6 @@ import { setParams } from "./router.js";
 import { table } from "./table.js";
 
 const STATES = [["", "all"], ["waiting", "waiting for a reward"], ["rewarded", "rewarded"], ["trained", "trained on"], ["dropped", "dropped"]];
-const REASONS = { stale: "its version was too old", full: "newer ones took its place", no_reward: "no reward came in time", unused: "no partners came in time", fault: "an update failed on it" };
 const EVERY = 3;
 
 export async function open(context) {
@@ -29,7 +28,6 @@ export async function open(context) {
       { title: "prompt", cell: (row) => h("span.text", row.prompt === null ? "–" : cut(row.prompt.slice(-160), 160)) },
       { title: "text", cell: (row) => h("span.text", row.text === null ? "–" : cut(row.text, 300)) },
       { title: "reward", text: (row) => (row.reward === null ? "–" : number(row.reward, 3) + (row.waited === null ? "" : ` after ${duration(row.waited)}`)), sort: (row) => row.reward },
-      { title: "parts", text: (row) => Object.entries(row.parts).map(([name, value]) => `${cut(name, 40)} ${number(value, 3)}`).join(", ") || "–" },
       { title: "your reward", cell: (row) => thumbs(row, give) },
       { title: "id", text: (row) => cut(row.id, 60) },
     ],
@@ -66,6 +64,6 @@ function showCounts(counts, drops, reports) {
   for (const { dropped } of reports) for (const [reason, count] of Object.entries(dropped)) reasons[reason] = (reasons[reason] ?? 0) + count;
   const all = Object.values(reasons).reduce((total, count) => total + count, 0);
   write(counts, `${number(sum("num_waiting"))} waiting · ${number(sum("num_rewarded"))} rewarded · ${number(sum("num_reserved"))} in steps not saved yet · ${number(sum("num_trained"))} trained on · ${number(all)} dropped`);
-  const row = ([reason, count]) => h("div.figure", h("dt", reason), h("dd", h("span.value", `${number(count)} (${percent(count / sum("num_collected"), 0)})`), h("span.muted", REASONS[reason] ?? "")));
+  const row = ([reason, count]) => h("div.figure", h("dt", reason), h("dd", h("span.value", `${number(count)} (${percent(count / sum("num_collected"), 0)})`)));
   put(drops, all ? Object.entries(reasons).map(row) : h("p.muted", "none"));
 }
