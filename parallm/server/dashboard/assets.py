@@ -1,14 +1,14 @@
 """The files of the page: read and compressed once, then answered from memory, so that no request reaches the disk.
 
-Scripts and styles travel without their comments and indentation (rjsmin, rcssmin). `index.html` names the other files below a digest of
-all of them; their answers never change and browsers keep them.
+Scripts and styles travel without their comments and indentation (rjsmin, rcssmin). `index.html` names the other files
+below a digest of all of them; their answers never change and browsers keep them.
 plotly's script comes from the installed package `plotly`, which is not imported.
 """
 
 import gzip
 import hashlib
 import importlib.util
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
