@@ -21,7 +21,7 @@ ACTIVATIONS: Mapping[str, Callable[[mx.array], mx.array]] = {
     "relu": nn.relu,
     "identity": lambda hidden_SH: hidden_SH,
 }
-"""By the small letters of PyTorch's classes."""
+"""Activations, by the small letters of PyTorch's classes."""
 DENSE_WEIGHTS = "model.safetensors"
 
 

@@ -10,7 +10,7 @@ import pytest
 from fastapi import FastAPI
 
 from parallm.server.dashboard import routes_page
-from parallm.server.dashboard.assets import HEADERS, PLOTLY, Assets, plotly_script
+from parallm.server.dashboard.assets import HEADERS, PLOTLY, Assets, lean, plotly_script
 from parallm.server.settings import ServerSettings
 from tests.server.conftest import CharacterTokenizer, EchoEngine, make_app, send_to
 
@@ -47,7 +47,7 @@ def test_the_page_names_its_files_below_the_digest(get: Callable[..., httpx.Resp
     assert (index.status_code, index.headers["cache-control"]) == (200, "no-cache")
     assert index.text == INDEX.replace("{digest}", digest)
     script = get(f"/dashboard/{digest}/views/app.js")
-    assert script.text == (folder / "views" / "app.js").read_text()
+    assert script.content == lean("app.js", (folder / "views" / "app.js").read_bytes())
     assert script.headers["content-type"] == "text/javascript; charset=utf-8"
     assert "immutable" in script.headers["cache-control"]
 

@@ -20,8 +20,7 @@ from mlx_lm.models import gated_delta as mlx_lm_gated_delta
 from mlx_lm.models import ssm as mlx_lm_ssm
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
-from parallm.model.recurrence.gated_delta import gated_delta
-from parallm.model.recurrence.gated_delta_step import gated_delta_step
+from parallm.model.recurrence.gated_delta import gated_delta, gated_delta_step
 from parallm.model.recurrence.rows import PackedRows, rows_in_use, using, whole_rows
 from parallm.model.recurrence.short_conv import ShortConv, is_short
 from parallm.model.recurrence.ssd import ssd

@@ -123,3 +123,27 @@ def inverse_unit_lower(lower: mx.array) -> mx.array:
         inverse = inverse - (below if block == 1 else inverse @ below @ inverse)
         block *= 2
     return inverse
+
+
+def gated_delta_step(
+    q_BHK: mx.array, k_BHK: mx.array, v_BHV: mx.array, g: mx.array, beta_BH: mx.array, state_BHVK: mx.array
+) -> tuple[mx.array, mx.array]:
+    """One token of each of B rows: outputs (B, H, V) in the type of the queries, and the state after the token.
+
+    `g` is the decay of each head, (B, H), or of each of its key channels, (B, H, K).
+    As g S q + u (k . q) = S' q, the state is multiplied by keys and queries before it changes: it is read twice and
+    written once. Nothing is compiled for a number of rows.
+    """
+    decay = g[..., None, None] if g.ndim == beta_BH.ndim else g[..., None, :]
+    key, query = k_BHK[..., None, :], q_BHK[..., None, :]
+    read_BHV, seen_BHV = (_read(state_BHVK, decay, row) for row in (key, query))
+    written_BHV = (v_BHV - read_BHV) * beta_BH[..., None]
+    output_BHV = seen_BHV + written_BHV * (key * query).sum(axis=-1)
+    return output_BHV.astype(q_BHK.dtype), state_BHVK * decay + written_BHV[..., None] * key
+
+
+def _read(state_BHVK: mx.array, decay: mx.array, row_BH1K: mx.array) -> mx.array:
+    """The decayed state times a key or query, (B, H, V)."""
+    if decay.shape[-1] == 1:
+        return (state_BHVK @ row_BH1K.swapaxes(-1, -2))[..., 0] * decay[..., 0]
+    return (state_BHVK @ (decay * row_BH1K).swapaxes(-1, -2))[..., 0]

@@ -102,7 +102,7 @@ class PoolingEntry(Wire):
     index: int
     object: Literal["pooling"]
     data: list[float] | list[list[float]] | str
-    """Of `token_embed` a row for each token, in base64 one after the other."""
+    """The numbers of a text; for `token_embed` a row for each token, in base64 one after the other."""
 
 
 class PoolingAnswer(Wire):

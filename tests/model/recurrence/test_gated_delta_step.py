@@ -4,7 +4,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.gated_delta import gated_delta_ops
 
-from parallm.model.recurrence.gated_delta_step import gated_delta_step
+from parallm.model.recurrence.gated_delta import gated_delta_step
 
 
 @pytest.mark.parametrize("is_by_channel", [False, True], ids=["decay of heads", "decay of channels"])

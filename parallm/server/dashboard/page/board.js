@@ -11,7 +11,7 @@ import { go } from "./router.js";
 const MIN_SMOOTHED = 50;
 const MAX_STEPS = 2000;
 const MARKED = ["promoted", "rolled_back", "guard_rollback", "fault", "sign", "resumed_run", "paused", "resumed", "shares", "split", "unsplit", "stopped", "stepped"];
-const FORMATS = { step: (x) => `step ${number(Math.round(x))}`, time: (x) => `${number(x, 3)} h`, tokens: (x) => `${number(x, 3)} tokens` };
+const FORMATS = { step: (x) => `step ${number(Math.round(x))}`, time: (x) => `${number(x, 3)} h` };
 
 /** Return a source of a run: what the page has of the one that is looked at, or what is read of another. */
 export async function sourceOf(context, run, colour) {
@@ -166,7 +166,7 @@ function linesOf(name, source, { x: kind, smooth }) {
   }
   const column = columnOf(history, name);
   if (!column) return [];
-  const x = kind === "step" ? history.starts : xsOf(history, kind);
+  const x = kind === "step" ? history.starts : xsOf(history);
   const band = history.bucket > 1 ? { low: column.low, high: column.high } : {};
   return smoothed({ ...shared, x, y: column.last, ...band }, smooth);
 }
@@ -186,25 +186,18 @@ function smoothed(line, weight) {
   return low ? [{ ...line, y, raw: line.y }] : [{ ...rest, faint: true }, { ...rest, y, raw: line.y }];
 }
 
-/** Hours since the first step, or tokens sampled up to each bucket (about, where a bucket holds several steps). */
-function xsOf(history, kind) {
-  if (kind === "time") {
-    const times = history.column("time")?.last ?? [];
-    const first = times.find((time) => !Number.isNaN(time)) ?? 0;
-    return history.starts.map((_, index) => (times[index] - first) / 3600);
-  }
-  const tokens = history.column("rollout/tokens") ?? history.column("update/tokens");
-  let sum = 0;
-  return history.starts.map((start, index) => (sum += ((tokens?.low[index] + tokens?.high[index]) / 2 || 0) * (Math.min(history.last - start + 1, history.bucket))));
+/** Hours since the first step. */
+function xsOf(history) {
+  const times = history.column("time")?.last ?? [];
+  const first = times.find((time) => !Number.isNaN(time)) ?? 0;
+  return history.starts.map((_, index) => (times[index] - first) / 3600);
 }
 
 function xOf(step, time, { history }, kind) {
   if (kind === "step" || !history) return step;
-  const xs = xsOf(history, kind);
-  if (kind === "time" && time) {
-    const first = history.column("time")?.last.find((value) => !Number.isNaN(value));
-    if (first) return (time - first) / 3600;
-  }
+  const first = history.column("time")?.last.find((value) => !Number.isNaN(value));
+  if (time && first) return (time - first) / 3600;
+  const xs = xsOf(history);
   return xs[Math.max(0, Math.min(xs.length - 1, Math.floor((step - history.starts[0]) / history.bucket)))] ?? 0;
 }
 

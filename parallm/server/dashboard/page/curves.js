@@ -1,4 +1,4 @@
-// Curves: any metric over steps, time or tokens, smoothed, zoomed, of one or several runs.
+// Curves: any metric over steps or time, smoothed, zoomed, of one or several runs.
 import { board, isMoving, sourceOf } from "./board.js";
 import { h, put } from "./element.js";
 import { state } from "./live.js";
@@ -8,7 +8,7 @@ import { setParams } from "./router.js";
 export async function open(context) {
   const { params } = context;
   if (state.run === null) return void put(context.root, h("p.muted", "Nothing is trained here, so there are no curves. Device shows what is served."));
-  const x = h("select", { "aria-label": "Horizontal axis" }, ["step", "time", "tokens"].map((name) => h("option", { value: name, selected: name === params.x }, name)));
+  const x = h("select", { "aria-label": "Horizontal axis" }, ["step", "time"].map((name) => h("option", { value: name, selected: name === params.x }, name)));
   const smooth = h("input", { type: "range", min: 0, max: 0.99, step: 0.01, value: params.smooth ?? 0.6, "aria-label": "Smoothing" });
   const log = h("input", { type: "checkbox", checked: params.log === "1" });
   const isTable = h("input", { type: "checkbox", checked: params.table === "1" });

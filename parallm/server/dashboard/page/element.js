@@ -3,8 +3,8 @@
 const REFUSED = new Set(["script", "style", "iframe", "frame", "object", "embed", "link", "base", "meta", "form", "template"]);
 const ATTRIBUTES = new Set(
   ("class id type name value for role tabindex title href rows cols min max step placeholder disabled checked selected open " +
-    "hidden colspan rowspan scope dir lang datetime autocomplete spellcheck maxlength readonly multiple required low high " +
-    "optimum inputmode list label accept download " +
+    "hidden colspan scope dir datetime autocomplete spellcheck maxlength required low high " +
+    "optimum list label download " +
     "d viewBox x y x1 x2 y1 y2 cx cy r width height points transform preserveAspectRatio").split(" "),
 );
 const OWN_ADDRESS = /^(#|\.\.\/v1\/)/;

@@ -12,7 +12,7 @@ const ENDED = ["finished", "failed", "serving"];
 const CONNECTIONS = {
   connecting: "connecting ...",
   lost: "not connected",
-  hidden: "paused while this tab was hidden",
+  hidden: "paused",
   off: "not live",
 };
 

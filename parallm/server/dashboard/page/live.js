@@ -11,7 +11,7 @@ const WAITS = [1, 2, 4, 8, 16, 30];
 export const state = {
   session: null,
   runs: [],
-  run: null, // an id of /v1/runs, or "current"
+  run: null, // an id of /v1/runs, or current
   policy: "",
   history: null,
   happenings: [],
@@ -20,7 +20,7 @@ export const state = {
   denied: "", // why what training has made may not be read
   connection: "connecting", // live, late, lost, hidden, off
   newsAt: 0, // performance.now() / 1000 of the newest event
-  ahead: 0, // seconds by which the server's clock is ahead of this one's
+  ahead: 0, // seconds that the clock of the server is ahead
 };
 
 const listeners = new Map();

@@ -7,7 +7,7 @@ const seconds = duration;
 /** Sections in the order of reading: [title, [[name, label, format, meaning], ...]]. */
 export const SECTIONS = [
   ["Learning", [
-    ["reward/mean", "Reward", number, "Mean of the step's completions. Noisy: look at its trend."],
+    ["reward/mean", "Reward", number, "Mean of the step's completions. Look at its trend."],
     ["heldout/accuracy", "Held-out accuracy", share, "Share solved of problems that are never trained on, with a 95% interval."],
     ["heldout/loss", "Held-out loss", number, ""],
     ["update/loss", "Loss", number, "With rewards its height says nothing about quality."],
@@ -23,7 +23,7 @@ export const SECTIONS = [
     ["update/gradient_norm", "Gradient norm", number, "Before clipping. Jumps mark unusual steps."],
     ["update/clip_fraction", "Clipped tokens", share, "Tokens whose ratio left the trust region."],
     ["offpolicy/lag_mean", "Lag", number, "Age of the step's completions, in versions."],
-    ["parity/mean_abs", "Engine against learner", number, "Mean difference of the log-probs of engine and learner; 0 is equal."],
+    ["parity/mean_abs", "Engine against learner", number, "Mean difference of their log-probs; 0 is equal."],
     ["update/learning_rate", "Learning rate", number, ""],
   ]],
   ["Speed", [

@@ -42,6 +42,6 @@ function page() {
     h("div.bar", h("label", keys, "Single keys, such as g o; ? lists them")),
     h("p", session.has_keys ? `Your key ${session.key ?? ""} has the role ${session.role}. ` : "This server asks for no key: all who reach it may do all that it allows. ", hasKey() ? forget : null),
     session.control_routes ? null : h("p", "The server runs with server.control_routes=false: what reads or steers training is off."),
-    h("p.muted", `ParaLLM ${session.version ?? ""}, base ${session.base ?? ""}, at most ${session.max_context ?? "?"} tokens.`),
+    h("p.muted", `ParaLLM ${session.version ?? ""}, base ${session.base ?? ""}`),
   );
 }
