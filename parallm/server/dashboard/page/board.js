@@ -132,7 +132,7 @@ export function board(context) {
     },
     step() {
       const start = performance.now();
-      for (const [name, one] of charts) one.live(dataOf(name, sources, options, range));
+      for (const [name, one] of charts) one.live(() => dataOf(name, sources, options, range));
       performance.measure("step", { start });
     },
     reset: () => on.zoom(null),

@@ -28,9 +28,7 @@ function soon(draw) {
 }
 
 async function next() {
-  const start = performance.now();
   await waiting[0]?.();
-  performance.measure("chart", { start });
   waiting.shift();
   if (waiting.length) requestAnimationFrame(next);
 }
@@ -51,7 +49,7 @@ for (const [target, kind] of [[document, "themechange"], [matchMedia("(prefers-c
   target.addEventListener(kind, () => colours.clear());
 }
 
-/** Return a chart {element, draw(data), live(data), cursor(x), table(isShown), end()}.
+/** Return a chart {element, draw(data), live(make), cursor(x), table(isShown), end()}.
 
 data: {lines: [{name, colour, x, y, low, high, faint}], points: [{name, colour, x, y, low, high}], markers: [{x, text}],
 range: [from, to] or null, isLog}. Arrays have one length; NaN is a gap. on: {zoom(range or null), move(x), pick(x)}. */
@@ -66,11 +64,18 @@ export function chart({ title, help, format = number, xFormat = number, on = {} 
   const element = h("figure.chart.card", h("figcaption", h("strong", { title: help }, title), readout), frame, rows);
   let data = null;
   let axes = null; // {x: [from, to], y: [from, to], width} of what plotly drew
+  let stale = null; // makes the newest data of a chart out of sight
   let drawnTo = 0;
   let isVisible = false;
   let at = null;
 
+  function renew() {
+    data = stale?.() ?? data;
+    stale = null;
+  }
+
   async function redraw() {
+    renew();
     if (!isVisible || !data || !element.isConnected || frame.hidden) return;
     const library = await loaded();
     const now = data;
@@ -171,14 +176,16 @@ export function chart({ title, help, format = number, xFormat = number, on = {} 
     element,
     draw(next) {
       data = next;
+      stale = null;
       describe();
       showCursor(at);
       soon(redraw);
     },
-    live(next) {
-      data = next;
-      showCursor(at);
+    live(make) {
+      stale = make;
       if (!isVisible) return;
+      renew();
+      showCursor(at);
       if (hasLeft()) soon(redraw);
       else drawTail();
     },
