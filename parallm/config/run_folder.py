@@ -29,7 +29,7 @@ SWEEP_PREFIX = "sweep_"
 LATEST_RUN = "latest"
 """Link to the last run of a name, beside the runs."""
 LOG, CONFIG = "run.log", "config.yaml"
-LEFT_BY_ANY_START = {LOG, CONFIG, "summary.json", "curves.png", "multirun.yaml"}
+LEFT_BY_ANY_START = {LOG, CONFIG, "summary.json", "curves.png", "happenings.jsonl", "multirun.yaml"}
 """Files of a start without any work; the last one is Hydra's, for a sweep."""
 START_BYTES = 65_536
 """Bytes that the log and the configuration need at most."""

@@ -40,7 +40,7 @@ def learner(data: str, **changes: Any) -> dict[str, Any]:
 
 def rows_of(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
     rows = [json.loads(line) for line in (folder / name).read_text().splitlines()]
-    return [{name: value for name, value in row.items() if "seconds" not in name} for row in rows]
+    return [{name: value for name, value in row.items() if "seconds" not in name and name != "time"} for row in rows]
 
 
 def test_pairs_make_a_reward_model_that_tells_held_out_pairs_apart_and_pays_a_policy(

@@ -39,7 +39,7 @@ def rows_of(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
     """Rows without what the clock says."""
     file = folder / name
     rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    return [{key: value for key, value in row.items() if "second" not in key} for row in rows]
+    return [{key: value for key, value in row.items() if "second" not in key and key != "time"} for row in rows]
 
 
 def saved_steps(folder: Path) -> list[int]:
