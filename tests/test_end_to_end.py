@@ -235,8 +235,9 @@ def test_two_interrupts_leave_at_once(start: Start, tmp_path: Path) -> None:
 def test_http_answers_while_training_and_streams_say_what_whole_answers_say(start: Start, tmp_path: Path) -> None:
     serving = ("server.enabled=true", "server.port=0", "trainer.keep_serving=true", "trainer.steps=12")
     command = start(*TINY, *serving, "name=run", "checkpoint.every=100")
-    url = command.wait_for(r"server +(http://\S+)")
+    url, page = command.wait_for(r"server +(http://\S+)"), command.wait_for(r"page +(http://\S+)")
     with httpx.Client(base_url=url, timeout=SECONDS) as client, ThreadPoolExecutor(8) as pool:
+        assert (page, client.get(page).status_code) == (f"{url}/dashboard/", 200)
         streams = list(pool.map(lambda number: three_streams(client, number), range(8)))
         statuses = [client.get("/v1/training/status").json()]
         while statuses[-1]["state"] != "finished":

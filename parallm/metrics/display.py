@@ -26,6 +26,8 @@ class RunHeader:
     """Library that multiplies matrices; empty on a GPU."""
     url: str | None
     """Address of the server; None without one."""
+    page: str | None = None
+    """Address at which a browser shows the run; None where no server has one."""
     folder: str | None = None
     """Folder that the run writes to; None without one."""
     adapter: str | None = None
@@ -44,6 +46,7 @@ class RunHeader:
             "device": self.device,
             "BLAS": self.blas,
             "server": self.url or "off",
+            "page": self.page,
             "policies": ", ".join(self.policies),
             FILES: self.folder,
         }

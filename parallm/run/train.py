@@ -53,6 +53,7 @@ from parallm.run.policy_runs import (
 from parallm.run.runtime import Runtime, RuntimeSettings, header_of, open_application, open_runtime, resolve_model
 from parallm.run.training_data import read_training_data
 from parallm.run.workers import copy_operators_state, own_config, shown_url
+from parallm.server.dashboard.routes_page import page_url
 from parallm.server.operation.http_server import HttpServer, Listener, listening
 from parallm.server.operation.notify import ServiceManager
 from parallm.types import LATEST, POLICY
@@ -181,7 +182,9 @@ async def open_training(
         runtime = await stack.enter_async_context(open_runtime(_settings(config, folder), blas, display.message))
         header = header_of(config.name, config.model, blas, shown_url(listener.urls))
         schedule = None if config.policies else schedules[POLICY]
-        display.start(replace(header, folder=short_path(folder), policies=tuple(config.policies), schedule=schedule))
+        page = page_url(config.server, listener.url)
+        policies_shown = tuple(config.policies)
+        display.start(replace(header, page=page, folder=short_path(folder), policies=policies_shown, schedule=schedule))
         judge = Judge(runtime.engine.generate, runtime.model.tokenizer)  # one for all: it numbers its requests
         policies: tuple[PolicyRun, ...] = ()
         for spec in specs:

@@ -300,3 +300,12 @@ def test_a_step_says_how_far_the_adapter_moved(step: Callable[..., StepMetrics])
     still = replace(moved, adapter_delta_norm=0.0, has_moved=False)
     assert "  moved nothing  version 1  " in step_line(step(1, update=still), None, "")
     assert "moved" not in step_line(step(1, update=replace(update, skipped="the gradient is zero")), None, "")
+
+
+def test_the_page_stands_below_the_server() -> None:
+    rows = replace(HEADER, url="http://127.0.0.1:8000", page="http://127.0.0.1:8000/dashboard/").rows()
+    assert [value for name, value in rows if name in ("server", "page")] == [
+        "http://127.0.0.1:8000",
+        "http://127.0.0.1:8000/dashboard/",
+    ]
+    assert "page" not in dict(HEADER.rows())

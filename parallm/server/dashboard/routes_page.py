@@ -11,6 +11,7 @@ from parallm.server.connection import error_response
 from parallm.server.dashboard.answers import PageHost
 from parallm.server.dashboard.assets import INDEX, PREFIX, Asset, Assets
 from parallm.server.failures import Failure
+from parallm.server.settings import ServerSettings
 
 FOREVER = "public, max-age=31536000, immutable"
 PAGE_FOLDER = Path(__file__).parent / "page"
@@ -48,6 +49,11 @@ def page_routes(host: PageHost, folder: Path = PAGE_FOLDER) -> APIRouter:
         return _not_found(path) if found is None else _answer(http, found, FOREVER)
 
     return router
+
+
+def page_url(settings: ServerSettings, url: str | None) -> str | None:
+    """Return the page's address on a server with this one; None where no page is served, or not over TCP."""
+    return f"{url}{PREFIX}/" if settings.dashboard and url and url.startswith("http") else None
 
 
 def to_page(address: str = PREFIX.lstrip("/") + "/") -> Response:
