@@ -21,15 +21,18 @@ Row = Mapping[str, Any]
 class Happenings:
     """Those of one policy. Used on the asyncio thread; a disk that refuses rows keeps nothing from going on."""
 
-    def __init__(self, folder: Path, policy: str, step: Callable[[], int]) -> None:
-        """Read the rows that the run has in `folder`. `step` returns the number of finished steps."""
+    def __init__(self, folder: Path, policy: str, step: Callable[[], int], *, writes: bool = True) -> None:
+        """Read the rows that the run has in `folder`. `step` returns the number of finished steps.
+
+        Workers but the first keep new rows in memory alone (`writes`).
+        """
         file = folder / "happenings.jsonl"
         self.tell: Callable[[Row], None] = lambda _: None
         """Gets each new row."""
         self._policy = policy
         self._step = step
         self._rows = deque(read_rows(file), MAX_ROWS)
-        self._lines = JsonLines(file)
+        self._lines = JsonLines(file) if writes else None
 
     def add(
         self,
@@ -59,7 +62,8 @@ class Happenings:
             "refused": refused,
         }
         self._rows.append(row)
-        self._lines.append(row)
+        if self._lines is not None:
+            self._lines.append(row)
         self.tell(row)
 
     def rows(self, limit: int = MAX_ROWS) -> Sequence[Row]:

@@ -177,9 +177,12 @@ def _status_of(policy: PolicyRun) -> TrainingStatus:
     return policy.status
 
 
-def happenings_of(policies: Sequence[PolicyRun]) -> dict[str, Happenings]:
+def happenings_of(policies: Sequence[PolicyRun], *, writes: bool) -> dict[str, Happenings]:
     """Return what happens to each policy, with what its run has noted before."""
-    return {policy.name: Happenings(policy.spec.folder, policy.name, partial(_step_of, policy)) for policy in policies}
+    return {
+        policy.name: Happenings(policy.spec.folder, policy.name, partial(_step_of, policy), writes=writes)
+        for policy in policies
+    }
 
 
 def _step_of(policy: PolicyRun) -> int:

@@ -191,7 +191,7 @@ async def open_training(
             connect(data[spec.name].environment, judge)
             policy_runtime = runtime.for_policy(spec.name)
             policies += (await build_policy_run(spec, policy_runtime, data[spec.name], stack, parts),)
-        happenings = happenings_of(policies)
+        happenings = happenings_of(policies, writes=parts.is_leader)
         await begin_watching(watching, policies, happenings)
         processes = await stack.enter_async_context(AsyncExitStack())
         for policy in policies:

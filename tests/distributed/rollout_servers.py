@@ -18,7 +18,7 @@ KEYS = (
     *("rollout.problems_per_step=6", "rollout.group_size=4", "rollout.temperature=1.5", "learner.learning_rate=2e-3"),
     *("server=off", "metrics.display=off", "trainer.max_off_policy_steps=0"),
 )
-CLOCK = ("seconds/", "engines/", "rollout/tokens_per_second", "serving/", "update/device_seconds")
+CLOCK = ("time", "seconds/", "engines/", "rollout/tokens_per_second", "serving/", "update/device_seconds")
 """Columns that no two runs have in common."""
 LIMIT_SECONDS = 300.0
 

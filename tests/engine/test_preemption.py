@@ -137,7 +137,7 @@ def test_a_storm_of_short_and_long_requests_never_holds_more_than_the_limit(
 
 
 @pytest.mark.cpu
-@pytest.mark.parametrize("architecture", ["mamba", "jamba", "gemma2"])
+@pytest.mark.parametrize("architecture", ["gemma2"])
 def test_rows_that_run_one_by_one_are_preempted_too(
     architecture: str, load_tiny: Callable[..., SharedModel], ask: Ask, make_engine: MakeEngine
 ) -> None:
