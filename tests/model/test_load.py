@@ -272,7 +272,7 @@ def test_a_model_that_cannot_compute_a_token_is_an_error_of_the_model(
 
 
 def test_unknown_targets_are_refused_with_the_choices(folder: Path) -> None:
-    with pytest.raises(AdapterError, match=r"no linear layer \['zz_proj'\]; choices: all-linear or of \['down_proj'"):
+    with pytest.raises(AdapterError, match=r"has no layer \['zz_proj'\]; choices: all-linear or of \['down_proj'"):
         load(folder, lora=LoraSettings(targets=("q_proj", "zz_proj")))
 
 

@@ -13,12 +13,12 @@ from parallm.model.recurrence.rows import PackedRows, rows_in_use, taken
 
 
 def short_conv(padded_BLC: mx.array, weight_CK1: mx.array, bias_C: mx.array | None) -> mx.array:
-    """Rows of K - 1 + T tokens -> (B, T, C)."""
+    """Rows of K - 1 + T tokens -> (B, T, C) in their type, summed in float32."""
     width = weight_CK1.shape[1]
     length = padded_BLC.shape[1] - width + 1
-    taps = [padded_BLC[:, place : place + length] * weight_CK1[:, place, 0] for place in range(width)]
-    total = sum(taps[1:], taps[0])
-    return total if bias_C is None else total + bias_C
+    wide_BLC, weight_CK = padded_BLC.astype(mx.float32), weight_CK1[:, :, 0].astype(mx.float32)
+    total = sum(wide_BLC[:, place : place + length] * weight_CK[:, place] for place in range(width))
+    return (total if bias_C is None else total + bias_C).astype(padded_BLC.dtype)
 
 
 def packed_short_conv(flat_MC: mx.array, weight_CK1: mx.array, bias_C: mx.array | None, rows: PackedRows) -> mx.array:
