@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from parallm.device.governor import Work
 
+MAX_UNITS = 50_000
+"""Units that nobody has asked for; older ones are forgotten."""
 MAX_SPANS = 20_000
 MAX_SHOWN = 4_000
 """Spans of one answer; where there are more, neighbours of one kind are joined over wider gaps."""
@@ -23,28 +25,31 @@ class Span:
 
 
 class Spans:
-    """The device thread adds, any thread reads."""
+    """The device thread appends units, any thread reads."""
 
     def __init__(self) -> None:
+        self.units: deque[tuple[Work, float, float]] = deque(maxlen=MAX_UNITS)
+        """Kind, start and end of units that are not among the spans yet."""
         self._spans: deque[Span] = deque(maxlen=MAX_SPANS)
         self._guard = threading.Lock()
-
-    def add(self, work: Work, start: float, end: float) -> None:
-        with self._guard:
-            if self._spans and _continues(self._spans[-1], work, start, JOINED_SECONDS):
-                self._spans[-1] = Span(work, self._spans[-1].start, end)
-            else:
-                self._spans.append(Span(work, start, end))
 
     def since(self, start: float) -> list[Span]:
         """Return up to `MAX_SHOWN` spans that end after `start`, the oldest first."""
         with self._guard:
+            while self.units:
+                self._add(*self.units.popleft())
             spans = list(self._spans)
         spans, gap = [span for span in spans if span.end > start], JOINED_SECONDS
         while len(spans) > MAX_SHOWN and gap < 1:
             gap *= 2
             spans = _joined(spans, gap)
         return spans[-MAX_SHOWN:]
+
+    def _add(self, work: Work, start: float, end: float) -> None:
+        if self._spans and _continues(self._spans[-1], work, start, JOINED_SECONDS):
+            self._spans[-1] = Span(work, self._spans[-1].start, end)
+        else:
+            self._spans.append(Span(work, start, end))
 
 
 def _joined(spans: list[Span], gap: float) -> list[Span]:

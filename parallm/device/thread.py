@@ -220,7 +220,7 @@ class DeviceThread:
         yield
         end = time.perf_counter()
         self.governor.charge(work, end - start, is_flush=is_flush)
-        self.spans.add(work, start, end)
+        self.spans.units.append((work, start, end))
 
     def _run_job(self, work: Work, jobs: "deque[_Job]") -> None:
         with self._charged(work):

@@ -128,7 +128,9 @@ async def body_of(service: BodyLimits, http: Request, schema: type[Body]) -> Bod
     The fields of an act are noted.
     """
     parsed = await received(service, http, lambda body: parse_body(body or b"{}", schema))
-    note_values(parsed.model_dump(exclude_unset=True))
+    context = current_request.get()
+    if context is not None and context.act is not None:
+        note_values(parsed.model_dump(exclude_unset=True))
     return parsed
 
 

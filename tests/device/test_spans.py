@@ -15,8 +15,8 @@ def test_units_of_one_kind_are_joined_and_others_are_not() -> None:
         ("learning", 2.0, 3.0),
         ("rollout", 3.0, 4.0),
     ):
-        spans.add(work, start, end)  # type: ignore[arg-type]
-    spans.add("rollout", 5.0, 6.0)
+        spans.units.append((work, start, end))  # type: ignore[arg-type]
+    spans.units.append(("rollout", 5.0, 6.0))
     assert spans.since(0) == [
         Span("rollout", 0.0, 2.0),
         Span("learning", 2.0, 3.0),
@@ -29,7 +29,7 @@ def test_units_of_one_kind_are_joined_and_others_are_not() -> None:
 def test_memory_and_answers_are_bounded_and_keep_the_newest() -> None:
     spans = Spans()
     for number in range(2 * MAX_SPANS):
-        spans.add("serving" if number % 2 else "rollout", number * 1.0, number + 0.5)
+        spans.units.append(("serving" if number % 2 else "rollout", number * 1.0, number + 0.5))
     found = spans.since(0)
     assert len(found) <= MAX_SHOWN
     assert found[-1].end == 2 * MAX_SPANS - 0.5

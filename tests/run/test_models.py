@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import mlx.core as mx
 import pytest
+from mlx.utils import tree_flatten
 
 from parallm.config.schema import RunConfig, ServeConfig
 from parallm.errors import ConfigError
@@ -158,7 +159,8 @@ async def test_twenty_loads_and_unloads_leave_no_memory_behind(
         await asker.post("/v1/models/unload", model="llama")
         kept = await active() - before
         record_property("models.control_leak_fraction", kept / before)
-        assert kept > 0.01 * before
+        # not 1% of all memory: what other tests of this process have left counts there
+        assert kept > 0.9 * sum(array.nbytes for _, array in tree_flatten(asker.kept.parameters()))  # type: ignore[attr-defined]
 
 
 async def load(asker: Asker, name: str) -> Any:

@@ -303,7 +303,8 @@ def test_a_scored_pair_alone_is_the_pair_among_33(open_tiny: Open, unit_tokens: 
     rows = [row for row, _ in tiny.encoder.encode_pairs(spec, "what runs", texts, limit=400)]
     together = encode(tiny.encoder, rows, activates=False)
     alone = np.concatenate([encode(tiny.encoder, [row], activates=False) for row in rows])
-    assert together == pytest.approx(alone, abs=0.0 if BLAS.strict else MAX_ERROR)
+    is_exact = BLAS.strict and "GenuineIntel" in Path("/proc/cpuinfo").read_text()  # MKL's few rows elsewhere are not
+    assert together == pytest.approx(alone, abs=0.0 if is_exact else MAX_ERROR)
 
 
 def test_an_adapter_of_an_encoder_has_vectors_of_its_own(open_tiny: Open, tmp_path: Path) -> None:

@@ -99,13 +99,13 @@ class ActLog:
         self._on_act = on_act
         self._refused: dict[tuple[str, str], float] = {}
 
-    def note(self, context: RequestContext, status: int) -> None:
-        """Note the request if it acts. A `status` below 400 means that it was done."""
-        if context.act is None or status == 401:
+    def note(self, context: RequestContext, kind: str, status: int) -> None:
+        """Note an act of this kind. A `status` below 400 means that it was done."""
+        if status == 401:
             return
         values = {name: _short(value) for name, value in tuple(context.values.items())[:MAX_VALUES]}
         refused = None if status < 400 else (context.refusal or f"status {status}")[:MAX_TEXT]
-        act = Act(kind=context.act, by=context.api_key or "", values=values, refused=refused)
+        act = Act(kind=kind, by=context.api_key or "", values=values, refused=refused)
         if act.refused is not None and self._is_repeated(act):
             return
         logger.info("%s", act.text)

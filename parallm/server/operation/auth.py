@@ -241,7 +241,8 @@ def auth_dependency(
         assert context is not None, "middleware.py is around every request"
         context.route = http.scope["route"].path_format
         context.act = ACTS.get(f"{http.method} {context.route}")
-        note_values(http.path_params)
+        if context.act is not None:
+            note_values(http.path_params)
         if context.is_local:
             context.api_role = "admin"
         else:

@@ -221,7 +221,8 @@ class RequestMiddleware:
             await error_response(failure_of(error))(scope, receive, send_with_id)
         finally:
             self._report(scope, context, status, time.perf_counter() - began)
-            self._acts.note(context, status)
+            if context.act is not None:
+                self._acts.note(context, context.act, status)
             self._drain.leave(context)
             current_request.reset(token)
 
