@@ -85,6 +85,12 @@ def test_the_page_is_small(record_property: Callable[[str, object], None]) -> No
     assert num_bytes <= MAX_BYTES
 
 
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.name)
+def test_no_template_stands_in_another(path: Path) -> None:
+    """The library that takes spaces out of scripts would take them out of the outer one's text."""
+    assert re.findall(r"\$\{[^}`]*`", path.read_text()) == []
+
+
 def test_what_travels_says_the_same() -> None:
     script = b'// what it is\n/** Return\n\nmore. */\nexport const b = (x) => {\n  return "// " + x; // why\n};\n'
     assert lean("b.js", script) == b'export const b=(x)=>{return"// "+x;};'

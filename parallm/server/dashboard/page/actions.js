@@ -85,7 +85,8 @@ const isPaused = () => ["paused", "pausing"].includes(state.status.state);
 const at = (answer) => `step ${answer.step}, ${answer.state}`;
 const score = ([name, row]) => {
   const accuracy = row["heldout/accuracy"];
-  return `${name}@${row["heldout/version"]} ${typeof accuracy === "number" ? `${(100 * accuracy).toFixed(1)}%` : `loss ${row["heldout/loss"]}`}`;
+  const figure = typeof accuracy === "number" ? `${(100 * accuracy).toFixed(1)}%` : `loss ${row["heldout/loss"]}`;
+  return `${name}@${row["heldout/version"]} ${figure}`;
 };
 
 const ACTS = [
@@ -121,7 +122,8 @@ async function shares() {
   );
   const body = Object.fromEntries(Object.entries(given ?? {}).filter(([, value]) => value !== "").map(([name, value]) => [name, Number(value)]));
   if (!Object.keys(body).length) return null;
-  const ask = `From the next unit of work on: ${Object.entries(body).map(([name, value]) => `${name} ${value}`).join(", ")}. Runs with changed shares are hard to repeat.`;
+  const shares = Object.entries(body).map(([name, value]) => `${name} ${value}`).join(", ");
+  const ask = `From the next unit of work on: ${shares}. Runs with changed shares are hard to repeat.`;
   return { method: "PUT", path: "/v1/shares", body, ask, danger: true, done: (answer) => JSON.stringify(answer) };
 }
 

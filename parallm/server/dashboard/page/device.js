@@ -58,7 +58,7 @@ function showCharts(parts, charts, answer) {
   const total = Object.values(seconds).reduce((sum, value) => sum + value, 0);
   const figures = [
     ["Device", answer.name],
-    ...Object.entries(seconds).map(([work, value]) => [`Time for ${work}`, `${duration(value)}${total ? `, ${percent(value / total, 0)}` : ""}`]),
+    ...Object.entries(seconds).map(([work, value]) => [`Time for ${work}`, duration(value) + (total ? `, ${percent(value / total, 0)}` : "")]),
     ...Object.entries(shares).filter(([, value]) => value !== null).map(([name, value]) => [name.replaceAll("_", " "), number(value)]),
     ...Object.entries(memory).filter(([, value]) => value !== null).map(([name, value]) => [`Memory, ${name}`, bytes(value)]),
     ["KV memory", state.pulse.kv_limit ? `${bytes(state.pulse.kv_bytes)} of ${bytes(state.pulse.kv_limit)}` : "–"],
@@ -84,7 +84,8 @@ function showCharts(parts, charts, answer) {
 function showStrip({ strip, legend }, { work, spans }) {
   const used = work.map((name, index) => [name, spans.filter(([kind]) => kind === index).reduce((sum, [, , length]) => sum + length, 0), index]).filter(([, seconds]) => seconds > 0);
   put(strip, spans.map(([kind, start, length]) => svg("rect", { class: `c${kind % 8}`, x: (SECONDS + start).toFixed(3), y: 0, width: Math.max(0.02, length).toFixed(3), height: 10 })));
-  setAttributes(strip, { "aria-label": `Work of the device over the last minute: ${used.map(([name, seconds]) => `${name} ${percent(seconds / SECONDS, 0)}`).join(", ") || "idle"}` });
+  const shares = used.map(([name, seconds]) => `${name} ${percent(seconds / SECONDS, 0)}`).join(", ");
+  setAttributes(strip, { "aria-label": `Work of the device over the last minute: ${shares || "idle"}` });
   put(legend, used.length ? used.map(([name, seconds, index]) => h("span", h("i", { class: `c${index % 8}` }), `${name} ${percent(seconds / SECONDS, 0)}`)) : "idle");
   legend.append(" ", time(now()));
 }

@@ -29,9 +29,9 @@ export function duration(seconds) {
   if (seconds < 10) return `${seconds.toFixed(1)} s`;
   if (seconds < 59.5) return `${Math.round(seconds)} s`;
   const minutes = Math.floor(seconds / 60);
-  if (seconds < 3600) return `${minutes} min${minutes < 10 && seconds % 60 >= 1 ? ` ${Math.floor(seconds % 60)} s` : ""}`;
-  if (seconds < 86400) return `${Math.floor(minutes / 60)} h${minutes % 60 ? ` ${minutes % 60} min` : ""}`;
-  return `${Math.floor(seconds / 86400)} d${seconds % 86400 >= 3600 ? ` ${Math.floor((seconds % 86400) / 3600)} h` : ""}`;
+  if (seconds < 3600) return `${minutes} min` + (minutes < 10 && seconds % 60 >= 1 ? ` ${Math.floor(seconds % 60)} s` : "");
+  if (seconds < 86400) return `${Math.floor(minutes / 60)} h` + (minutes % 60 ? ` ${minutes % 60} min` : "");
+  return `${Math.floor(seconds / 86400)} d` + (seconds % 86400 >= 3600 ? ` ${Math.floor((seconds % 86400) / 3600)} h` : "");
 }
 
 /** Return a local time, with the day where it is not today's. */

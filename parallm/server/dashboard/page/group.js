@@ -35,7 +35,7 @@ const isThere = (group, place) => place >= 0 && place < group.groups;
 function problem(group) {
   const message = ({ role, content }) => h("div", h("strong.muted", `${role} `), h("span.text", cut(content, 20000)));
   const none = h("p.muted", "The prompt came from a client and is not kept.");
-  const facts = `${group.environment ? `environment ${group.environment} · ` : ""}problem ${group.problem_id}`;
+  const facts = (group.environment ? `environment ${group.environment} · ` : "") + `problem ${group.problem_id}`;
   const answer = group.answer ? h("p", h("strong.muted", "answer "), h("span.text", cut(group.answer, 4000))) : null;
   return h("section.card", { "aria-label": "Problem" }, group.messages.length ? group.messages.map(message) : none, answer, h("p.muted", facts));
 }

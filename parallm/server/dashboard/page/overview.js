@@ -112,14 +112,14 @@ function showSigns(parts) {
   const recent = state.happenings.filter((row) => ["sign", "fault", "guard_rollback"].includes(row.kind) && (state.history?.last ?? 0) - (row.step ?? 0) < 100);
   const skipped = state.history?.value("guard/skipped") ?? 0;
   if (!state.history) return write(parts.signs, "");
-  write(parts.signs, recent.length ? `Look: ${cut(recent.at(-1).text || recent.at(-1).kind, 300)}` : `The guard has seen no sign in the last 100 steps${skipped ? `; ${plural(skipped, "step")} skipped in all` : ""}.`);
+  write(parts.signs, recent.length ? `Look: ${cut(recent.at(-1).text || recent.at(-1).kind, 300)}` : "The guard has seen no sign in the last 100 steps" + (skipped ? `; ${plural(skipped, "step")} skipped in all` : "") + ".");
   parts.signs.className = recent.length ? "look" : "good";
 }
 
 const PULSE = [
-  ["Rows", ({ running, rows }) => (running === undefined ? null : `${number(running)}${rows?.max ? ` of ${number(rows.max)}` : ""}`)],
+  ["Rows", ({ running, rows }) => (running === undefined ? null : number(running) + (rows?.max ? ` of ${number(rows.max)}` : ""))],
   ["Waiting", ({ waiting }) => (waiting === undefined ? null : number(waiting))],
-  ["KV memory", ({ kv_bytes: used, kv_limit: limit }) => (used === undefined ? null : `${bytes(used)}${limit ? `, ${percent(used / limit, 0)} of ${bytes(limit)}` : ""}`)],
+  ["KV memory", ({ kv_bytes: used, kv_limit: limit }) => (used === undefined ? null : bytes(used) + (limit ? `, ${percent(used / limit, 0)} of ${bytes(limit)}` : ""))],
   ["Device", ({ device }) => shares(device)],
 ];
 

@@ -115,7 +115,7 @@ export async function open(context) {
   const rollBack = () =>
     done({ title: "Roll back", method: "POST", path: "/v1/adapters/rollback", body: { name: name() }, danger: true,
       ask: `Requests for ${name()} get the version below the one that serves now (${served()?.id ?? "the base"}), and it stays served while training goes on, until the newest is promoted.`,
-      done: (answer) => `${answer.name} is ${answer.version ? `${answer.name}@${answer.version}` : "the base"} now` });
+      done: (answer) => `${answer.name} is ` + (answer.version ? `${answer.name}@${answer.version}` : "the base") + " now" });
   async function divide() {
     const now = split()?.shares ?? {};
     const own = known.cards.filter((card) => card.name === name()).sort((one, other) => other.version - one.version);
@@ -192,7 +192,8 @@ function chart(rows, name, served) {
   const x = (version) => 30 + ((WIDTH - 60) * version) / last;
   const y = (value) => HEIGHT - 8 - (HEIGHT - 16) * value;
   const [best, top] = found.reduce((one, other) => (other[1]["heldout/accuracy"] > one[1]["heldout/accuracy"] ? other : one));
-  const words = `Held-out accuracy of ${found.length} versions, highest ${percent(top["heldout/accuracy"])} at version ${best}; ${served === null ? "the base serves" : `the upright line is version ${served}, which serves`}.`;
+  const who = served === null ? "the base serves" : `the upright line is version ${served}, which serves`;
+  const words = `Held-out accuracy of ${found.length} versions, highest ${percent(top["heldout/accuracy"])} at version ${best}; ${who}.`;
   const marks = found.map(([version, row]) => [
     svg("line", { x1: x(version), x2: x(version), y1: y(row["heldout/low"]), y2: y(row["heldout/high"]) }),
     svg("circle", { cx: x(version), cy: y(row["heldout/accuracy"]), r: 3, class: version === best ? "best" : "" }),
