@@ -362,7 +362,7 @@ def test_what_operators_set_is_there_after_a_kill(start: Start, tmp_path: Path, 
         second = start(*serving, command="serve")
         other = second.wait_for(r"server +(http://\S+)")
         in_use = f"{state} is in use by process {first.process.pid}, which keeps there what operators set"
-        assert f"what operators have set is not restored: {in_use}" in second.output()
+        second.wait_for(re.escape(f"what operators have set is not restored: {in_use}"))
         refused = httpx.post(f"{other}/v1/adapters/load", json={"name": "poet", "path": "two"}, trust_env=False)
         assert (refused.status_code, refused.json()["error"]["code"]) == (409, "folder_in_use")
         assert second.end(signal.SIGTERM) == 0
