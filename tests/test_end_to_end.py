@@ -341,13 +341,14 @@ def test_what_operators_set_is_there_after_a_kill(start: Start, tmp_path: Path, 
 
     def told(url: str) -> list[Any]:
         with httpx.Client(base_url=url, timeout=SECONDS, trust_env=False) as client:
+            cards = client.get("/v1/adapters").json()  # before the answers, of which it counts those under way
             splits = [(one["name"], one["shares"]) for one in client.get("/v1/splits").json()["data"]]
             ask = {"model": "ab", "prompt": [5, 9], "max_tokens": 8, "temperature": 0, "user": "me"}
             answers = [
                 client.post("/v1/completions", json=ask | {"model": model}).json() for model in ("ab", "poet@good")
             ]
             texts = [(answer["model"], answer["choices"][0]["text"]) for answer in answers]
-            return [client.get("/v1/adapters").json(), splits, texts]
+            return [cards, splits, texts]
 
     first = start(*serving, command="serve")
     url = first.wait_for(r"server +(http://\S+)")
