@@ -28,7 +28,9 @@ SETTINGS = (
 )
 MAX_SECONDS = 1.5
 """From the first answer of a process to its end."""
-SECONDS = 300.0
+KILLS_PER_CHECKPOINT = 4
+"""A job fails on purpose after 8 processes in a row that end without a further checkpoint."""
+SECONDS = 600.0
 CHAT = "/v1/chat/completions"
 GRADER = {
     "type": "string_check",
@@ -114,7 +116,10 @@ def hand_in_and_kill(folder: Path, kills: int, change: Change) -> Account:
     server.wait()
     with httpx.Client(base_url=server.url, timeout=60, trust_env=False) as http:
         job, batch = hand_in(http)
-        for _ in range(kills):
+        saved = 0
+        for number in range(1, kills + 1):
+            if number % KILLS_PER_CHECKPOINT == 0:
+                saved = wait_for_checkpoint(jobs / "runs" / job, saved)
             time.sleep(source.uniform(0.1, MAX_SECONDS))
             server.kill()
             change(jobs)
@@ -128,9 +133,23 @@ def hand_in_and_kill(folder: Path, kills: int, change: Change) -> Account:
             if ended_job["status"] in ("succeeded", "failed") and ended_batch["status"] in ("completed", "failed"):
                 break
             time.sleep(0.1)
+        else:
+            pytest.fail(f"after {SECONDS} s the job is {ended_job['status']}, the batch {ended_batch['status']}")
         account = account_of(http, ended_job, ended_batch, jobs / "runs" / job / "metrics.jsonl")
     server.stop()
     return account
+
+
+def wait_for_checkpoint(run: Path, saved: int) -> int:
+    """Wait for a checkpoint after step `saved`, unless the run has ended; return the step of the newest one."""
+    until = time.monotonic() + SECONDS
+    while (newest := newest_step(run)) <= saved < STEPS and run.exists() and time.monotonic() < until:
+        time.sleep(0.1)
+    return newest
+
+
+def newest_step(run: Path) -> int:
+    return max((int(folder.name.removeprefix("step_")) for folder in run.glob("step_??????")), default=0)
 
 
 def hand_in(http: httpx.Client) -> tuple[str, str]:
