@@ -20,6 +20,9 @@ from mlx_lm.models import gated_delta as mlx_lm_gated_delta
 from mlx_lm.models import ssm as mlx_lm_ssm
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
+from parallm.model.kernels.cuda import has_kernels
+from parallm.model.kernels.gated_delta_step import Gates
+from parallm.model.patches.decode_step import install_decode_step, mlx_lm_normalize_qk, normalize_qk, token_by_kernel
 from parallm.model.recurrence.gated_delta import gated_delta, gated_delta_step
 from parallm.model.recurrence.rows import PackedRows, rows_in_use, using, whole_rows
 from parallm.model.recurrence.short_conv import ShortConv, is_short
@@ -70,6 +73,7 @@ def install_recurrence(base: nn.Module) -> None:
     replaced = {
         "gated_delta_update": (_mlx_lm_gated_delta_update, gated_delta_update),
         "ssm_update": (_mlx_lm_ssm_update, ssm_update),
+        "normalize_qk": (mlx_lm_normalize_qk, normalize_qk),
     }
     for module in {sys.modules[type(module).__module__] for module in base.modules()}:
         for name, (original, replacement) in replaced.items():
@@ -78,6 +82,7 @@ def install_recurrence(base: nn.Module) -> None:
     for layer in base.modules():
         if type(layer) is nn.Conv1d and is_short(layer):
             layer.__class__ = ShortConv
+    install_decode_step(base)
     for kind in _mixers(base):
         kind.__call__ = _over_packed_rows(kind.__call__)
 
@@ -117,6 +122,17 @@ def gated_delta_update(
             allow_neg_eigval=allow_neg_eigval,
         )
         return result
+    if is_step and has_kernels():
+        gates = Gates(
+            a=a,
+            b=b,
+            A_log=A_log,
+            dt_bias=dt_bias,
+            lower_bound=lower_bound,
+            allow_neg_eigval=allow_neg_eigval,
+        )
+        if (stepped := token_by_kernel(q, k, v, gates, state)) is not None:
+            return stepped
     rate = mx.exp(A_log.astype(mx.float32))
     shifted = a.astype(mx.float32) + dt_bias
     log_a = -rate * nn.softplus(shifted) if lower_bound is None else lower_bound * mx.sigmoid(rate * shifted)
