@@ -1,4 +1,5 @@
-"""Whether rows of a model that keeps states can share a step: tried, since no class or name says it.
+"""Whether rows of a model that keeps states can share a step, and prompts a forward: tried, since no class or name says
+it.
 
 Two short prompts are computed alone. The second joins after a step of the first, and goes on alone when the first has
 left. Both must have the hidden states that they have alone, in mlx-lm's own caches.
@@ -7,16 +8,17 @@ Axes: R rows, H hidden.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, KVCache, make_prompt_cache
 
 from parallm.engine.kv.shapes import BufferShape
 from parallm.engine.kv.slot_manager import SlotManager
 from parallm.model.attention import MIN_ROWS
-from parallm.model.shared_model import SharedModel
+from parallm.model.patches.recurrence import padding
+from parallm.model.shared_model import SharedModel, leaves
 
 PROMPTS = ((3, 1, 4, 1, 5, 9, 2), (2, 7, 1))
 TOKENS = ((6, 5, 3), (8, 2, 8))
@@ -26,6 +28,9 @@ RUNNING = ((0,), (0, 1), (0, 1), (1,))
 MAX_ERROR, MAX_ERROR_16_BITS = 1e-3, 0.1
 """Relative difference of hidden states. In 16 bits a router may choose another expert; the state of another row, or of
 the step before, leaves an error of about 1."""
+
+Computed = Callable[[SharedModel], Sequence[tuple[list[Any], int]]]
+"""Computes the prompts; returns the cache of each, and its row there."""
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +44,7 @@ def shares_steps(model: SharedModel) -> bool:
         )
         return False
     try:
-        error = _error(model)
+        error = _error(model, _computed_alone)
     except (AssertionError, AttributeError, IndexError, TypeError, ValueError) as failure:  # what a layer cannot take
         logger.info("%s runs row by row: its layers do not take states of several rows: %s", model.name, failure)
         return False
@@ -49,9 +54,27 @@ def shares_steps(model: SharedModel) -> bool:
     return False
 
 
-def _error(model: SharedModel) -> float:
+def pads_prompts(model: SharedModel) -> bool:
+    """Whether prompts of a model with states can be rows of one forward, the shorter ones padded behind; if not, each
+    is computed alone."""
+    if not model.has_states or not all(
+        isinstance(layer, KVCache | ArraysCache) for layer in leaves(model.make_cache())
+    ):
+        return False
+    try:
+        error = _error(model, _computed_together)
+    except (AssertionError, AttributeError, IndexError, TypeError, ValueError) as failure:
+        logger.info("%s computes prompts one by one: its layers do not take padding: %s", model.name, failure)
+        return False
+    if error <= (MAX_ERROR if model.dtype == mx.float32 else MAX_ERROR_16_BITS):
+        return True
+    logger.info("%s computes prompts one by one: states differ by %.1e behind padding", model.name, error)
+    return False
+
+
+def _error(model: SharedModel, computed: Computed) -> float:
     """The largest relative difference between the rows' hidden states together and alone."""
-    alone, together = mx.stack(_alone(model)), mx.stack(_together(model))
+    alone, together = mx.stack(_alone(model)), mx.stack(_together(model, computed(model)))
     difference = mx.linalg.norm((together - alone).astype(mx.float32), axis=-1)
     error: float = (difference / mx.linalg.norm(alone.astype(mx.float32), axis=-1)).max().item()
     return error if error == error else float("inf")
@@ -67,8 +90,8 @@ def _alone(model: SharedModel) -> list[mx.array]:
     return hidden
 
 
-def _together(model: SharedModel) -> list[mx.array]:
-    """The same with both rows in slots."""
+def _together(model: SharedModel, prompts: Sequence[tuple[list[Any], int]]) -> list[mx.array]:
+    """The same with both rows in slots; `prompts`: the cache of each computed one, and its row there."""
     slots = SlotManager(model.make_cache())
     slots.resize(BufferShape(MIN_ROWS, len(PROMPTS[0]) + len(TOKENS[0]) + 1))
     hidden: list[list[mx.array]] = [[] for _ in PROMPTS]
@@ -76,7 +99,8 @@ def _together(model: SharedModel) -> list[mx.array]:
     for running in RUNNING:
         for row in running:
             if row not in present:
-                slots.join(_computed(model, PROMPTS[row]), [0], [len(PROMPTS[row])])
+                cache, place = prompts[row]
+                slots.join(cache, [place], [len(PROMPTS[row])])
                 present.append(row)
         if len(running) < len(present):
             slots.leave([(0, 1)], [len(PROMPTS[1]) + len(hidden[1])], 1, waits=False)
@@ -87,10 +111,22 @@ def _together(model: SharedModel) -> list[mx.array]:
     return [*hidden[0], *hidden[1]]
 
 
-def _computed(model: SharedModel, prompt: Sequence[int]) -> list[Any]:
-    cache = model.make_cache()
-    model.hidden(mx.array([prompt]), cache, None)
-    return cache
+def _computed_alone(model: SharedModel) -> list[tuple[list[Any], int]]:
+    """Each prompt in a forward of its own."""
+    caches = [model.make_cache() for _ in PROMPTS]
+    for prompt, cache in zip(PROMPTS, caches, strict=True):
+        model.hidden(mx.array([prompt]), cache, None)
+    return [(cache, 0) for cache in caches]
+
+
+def _computed_together(model: SharedModel) -> list[tuple[list[Any], int]]:
+    """All prompts in one forward, with padding behind the shorter ones."""
+    cache, lengths = model.make_cache(), [len(prompt) for prompt in PROMPTS]
+    width = max(lengths)
+    rows = [[*prompt, *[0] * (width - len(prompt))] for prompt in PROMPTS]
+    with padding(leaves(cache), lengths, width):
+        model.hidden(mx.array(rows), cache, None)
+    return [(cache, row) for row in range(len(PROMPTS))]
 
 
 def _step(model: SharedModel, slots: SlotManager, rows: Sequence[tuple[Sequence[int], Sequence[int], int]]) -> mx.array:

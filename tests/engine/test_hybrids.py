@@ -5,6 +5,7 @@ computes a row alike in any company. A preempted sequence is computed again in c
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -195,6 +196,16 @@ def test_a_model_of_other_caches_runs_row_by_row_and_says_why(
         batch = make_engine(load_tiny(architecture)).memory.make_batch()
     assert isinstance(batch, SequentialDecodeBatch)
     assert f"runs row by row: rows of {architecture}" in caplog.text
+
+
+@pytest.mark.parametrize(("architecture", "pads"), [("kimi_linear", True), ("mamba2", True), ("jamba", False)])
+def test_a_trial_says_whether_prompts_share_a_forward(
+    architecture: str, pads: bool, load_tiny: LoadTiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load_tiny(architecture)
+    assert state_trial.pads_prompts(model) == pads
+    monkeypatch.setattr(state_trial, "padding", lambda *_: nullcontext())  # states after the padding
+    assert not state_trial.pads_prompts(model)
 
 
 def run(

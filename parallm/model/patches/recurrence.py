@@ -10,7 +10,8 @@ Axes: M tokens, B rows, T tokens of a row, K width of a convolution.
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
@@ -24,7 +25,7 @@ from parallm.model.kernels.cuda import has_kernels
 from parallm.model.kernels.gated_delta_step import Gates
 from parallm.model.patches.decode_step import install_decode_step, mlx_lm_normalize_qk, normalize_qk, token_by_kernel
 from parallm.model.recurrence.gated_delta import gated_delta, gated_delta_step
-from parallm.model.recurrence.rows import PackedRows, rows_in_use, using, whole_rows
+from parallm.model.recurrence.rows import PackedRows, padded_rows, rows_in_use, using, using_lengths, whole_rows
 from parallm.model.recurrence.short_conv import ShortConv, is_short
 from parallm.model.recurrence.ssd import ssd
 
@@ -102,9 +103,9 @@ def gated_delta_update(
     lower_bound: float | None = None,
     allow_neg_eigval: bool = False,
 ) -> tuple[mx.array, mx.array]:
-    """Stands in for mlx-lm's function of the same signature; rows with padding, and one token of each row on Metal, are
-    left to it."""
-    rows = rows_in_use() or (whole_rows(*q.shape[:2]) if q.shape[1] > 1 and mask is None else None)
+    """Stands in for mlx-lm's function of the same signature; rows with padding of unknown lengths, and one token of
+    each row on Metal, are left to it."""
+    rows = rows_in_use() or _rows_of(*q.shape[:2], has_padding=mask is not None)
     is_step = rows is None and mask is None and state is not None and q.shape[1] == 1
     if rows is None and not (is_step and not mx.metal.is_available()):
         result: tuple[mx.array, mx.array] = _mlx_lm_gated_delta_update(
@@ -161,10 +162,10 @@ def ssm_update(
     mask: mx.array | None = None,
     lengths: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """Stands in for mlx-lm's function of the same signature; one token, and rows with padding, are left to it."""
+    """Stands in for mlx-lm's function of the same signature; one token, and rows with padding of unknown lengths, are
+    left to it."""
     x = hidden_states
-    is_whole = x.shape[1] > 1 and mask is None and lengths is None
-    rows = rows_in_use() or (whole_rows(*x.shape[:2]) if is_whole else None)
+    rows = rows_in_use() or _rows_of(*x.shape[:2], has_padding=mask is not None or lengths is not None)
     if rows is None:
         result: tuple[mx.array, mx.array] = _mlx_lm_ssm_update(
             x, A_log, B, C, D, dt, dt_bias, state, time_step_limit, mask, lengths
@@ -175,6 +176,25 @@ def ssm_update(
     stepped, log_a, B, C = (array.flatten(0, 1) for array in (x * step[..., None], log_a, B, C))
     outputs, last = ssd(stepped, log_a, B, C, state, rows)
     return outputs.reshape(x.shape).astype(x.dtype) + x * D[:, None], last
+
+
+@contextmanager
+def padding(layers: Iterable[Any], lengths: Sequence[int], width: int) -> Iterator[None]:
+    """Inside the block, a forward of tokens (B, width) leaves in these caches the states after each row's own tokens."""
+    states = [layer for layer in layers if isinstance(layer, ArraysCache)]
+    for layer in states:
+        layer.prepare(lengths=lengths)
+    with using_lengths(lengths, width):
+        yield
+    for layer in states:
+        layer.finalize()
+
+
+def _rows_of(num_rows: int, length: int, *, has_padding: bool) -> PackedRows | None:
+    """The rows of several tokens each, where their lengths are known."""
+    if length == 1:
+        return None
+    return padded_rows(num_rows, length) if has_padding else whole_rows(num_rows, length)
 
 
 def _mixers(base: nn.Module) -> set[type[nn.Module]]:
