@@ -2,7 +2,9 @@
 it.
 
 Two short prompts are computed alone. The second joins after a step of the first, and goes on alone when the first has
-left. Both must have the hidden states that they have alone, in mlx-lm's own caches.
+left. Both must have the hidden states that they have alone, in mlx-lm's own caches, as far as rounding allows: another
+pass of the same tokens, at once and without steps, shows how far that is. A Qwen3.5 of 24 layers with random weights
+computes up to 0.17 away from float32 in bfloat16, and a step of two rows may be other products than a step of one.
 
 Axes: R rows, H hidden.
 """
@@ -25,9 +27,12 @@ TOKENS = ((6, 5, 3), (8, 2, 8))
 """What each row feeds after its prompt."""
 RUNNING = ((0,), (0, 1), (0, 1), (1,))
 """Rows of each step."""
-MAX_ERROR, MAX_ERROR_16_BITS = 1e-3, 0.1
-"""Relative difference of hidden states. In 16 bits a router may choose another expert; the state of another row, or of
-the step before, leaves an error of about 1."""
+ALLOWED, ALLOWED_16_BITS = 1e-3, 0.1
+"""Relative difference of hidden states that every model may have. In 16 bits a router may choose another expert."""
+OF_ROUNDING = 4
+"""Times what rounding changes, a model may have that, too."""
+MAX_ALLOWED = 0.5
+"""The most that a model may have: the state of another row, or of the step before, leaves an error of about 1."""
 
 Computed = Callable[[SharedModel], Sequence[tuple[list[Any], int]]]
 """Computes the prompts; returns the cache of each, and its row there."""
@@ -44,13 +49,16 @@ def shares_steps(model: SharedModel) -> bool:
         )
         return False
     try:
-        error = _error(model, _computed_alone)
+        error, allowed = measure(model)
     except (AssertionError, AttributeError, IndexError, TypeError, ValueError) as failure:  # what a layer cannot take
         logger.info("%s runs row by row: its layers do not take states of several rows: %s", model.name, failure)
         return False
-    if error <= (MAX_ERROR if model.dtype == mx.float32 else MAX_ERROR_16_BITS):
+    if error <= allowed:
         return True
-    logger.info("%s runs row by row: hidden states of rows together differ by %.1e from those alone", model.name, error)
+    logger.info(
+        "%s runs row by row: hidden states of rows together differ by %.1e from those alone; rounding allows %.1e",
+        *(model.name, error, allowed),
+    )
     return False
 
 
@@ -62,22 +70,40 @@ def pads_prompts(model: SharedModel) -> bool:
     ):
         return False
     try:
-        error = _error(model, _computed_together)
+        error, allowed = measure(model, _computed_together)
     except (AssertionError, AttributeError, IndexError, TypeError, ValueError) as failure:
         logger.info("%s computes prompts one by one: its layers do not take padding: %s", model.name, failure)
         return False
-    if error <= (MAX_ERROR if model.dtype == mx.float32 else MAX_ERROR_16_BITS):
+    if error <= allowed:
         return True
     logger.info("%s computes prompts one by one: states differ by %.1e behind padding", model.name, error)
     return False
 
 
-def _error(model: SharedModel, computed: Computed) -> float:
-    """The largest relative difference between the rows' hidden states together and alone."""
-    alone, together = mx.stack(_alone(model)), mx.stack(_together(model, computed(model)))
-    difference = mx.linalg.norm((together - alone).astype(mx.float32), axis=-1)
-    error: float = (difference / mx.linalg.norm(alone.astype(mx.float32), axis=-1)).max().item()
-    return error if error == error else float("inf")
+def measure(model: SharedModel, computed: Computed | None = None) -> tuple[float, float]:
+    """The largest relative difference between the rows' hidden states together and alone, and what is allowed.
+
+    `computed`: how prompts are, by default each in a forward of its own."""
+    alone, prompts = mx.stack(_alone(model)), (computed or _computed_alone)(model)
+    least = ALLOWED if model.dtype == mx.float32 else ALLOWED_16_BITS
+    rounding = _difference(mx.stack(_at_once(model)), alone)
+    return _difference(mx.stack(_together(model, prompts)), alone), min(MAX_ALLOWED, max(least, OF_ROUNDING * rounding))
+
+
+def _difference(found_NH: mx.array, expected_NH: mx.array) -> float:
+    """The largest norm of a difference, by the norm of what is expected; infinite for NaN."""
+    found_NH, expected_NH = found_NH.astype(mx.float32), expected_NH.astype(mx.float32)
+    norms_N = mx.linalg.norm(found_NH - expected_NH, axis=-1) / mx.linalg.norm(expected_NH, axis=-1)
+    largest: float = norms_N.max().item()
+    return largest if largest == largest else float("inf")
+
+
+def _at_once(model: SharedModel) -> list[mx.array]:
+    """Hidden states (H,) of each row's tokens from one forward of its prompt and them."""
+    hidden = []
+    for prompt, tokens in zip(PROMPTS, TOKENS, strict=True):
+        hidden += list(model.hidden(mx.array([[*prompt, *tokens]]), model.make_cache(), None)[0, len(prompt) :])
+    return hidden
 
 
 def _alone(model: SharedModel) -> list[mx.array]:

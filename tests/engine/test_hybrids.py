@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 import mlx.core as mx
 import numpy as np
@@ -25,6 +26,8 @@ from parallm.engine.kv.state_cache import StateCache
 from parallm.engine.settings import EngineSettings
 from parallm.model.adapters.adapter import Adapter
 from parallm.model.adapters.table import AdapterTable
+from parallm.model.load import load_shared_model
+from parallm.model.settings import ModelSettings
 from parallm.model.shared_model import SharedModel
 from parallm.types import Completion, GenerationRequest, TokenEvent
 from tests.engine.conftest import by_request, step
@@ -186,6 +189,24 @@ def test_a_model_whose_states_cannot_be_shared_runs_row_by_row_and_says_why(
         batch = make_engine(model).memory.make_batch()
     assert isinstance(batch, SequentialDecodeBatch)
     assert "runs row by row: hidden states of rows together differ by" in caplog.text
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_trial_allows_what_rounding_changes_and_no_state_of_another_row(
+    dtype: Literal["float32", "bfloat16"], tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load_shared_model(ModelSettings(path=str(tiny_model("qwen3_5")), dtype=dtype))
+    error, allowed = state_trial.measure(model)
+    assert error <= allowed
+    monkeypatch.setattr(state_trial, "_at_once", lambda _: [2 * hidden for hidden in state_trial._alone(model)])
+    assert state_trial.measure(model)[1] == state_trial.MAX_ALLOWED
+    at_once = [1.1 * hidden for hidden in state_trial._alone(model)]
+    monkeypatch.setattr(state_trial, "_at_once", lambda _: at_once)
+    assert state_trial.measure(model)[1] == pytest.approx(0.4, rel=0.05)
+    monkeypatch.setattr(StateCache, "leave", lambda *_: None)
+    error, allowed = state_trial.measure(model)
+    assert error > 2 * allowed
+    assert not state_trial.shares_steps(model)
 
 
 @pytest.mark.parametrize("architecture", ["gemma2", "longcat_flash_ngram"])

@@ -16,9 +16,9 @@ from parallm.model.kernels.cuda import has_kernels, kernel
 from parallm.model.kernels.decode_attention import Place, place_of
 
 THREADS = 256  # of a block, and the most values of a head
-LANES = (8, 4)  # threads that share a row of the state: as many as its values allow, with four in each read
-STATE_VALUES = 64  # of a thread's registers
-MAX_KEY_VALUES = 32  # of a key in a thread's registers, and as many of a query
+LANES = (16, 8, 4)  # threads that share a row of the state: as many as its values allow, four for each
+STATE_VALUES = 32  # of a thread's registers
+MAX_KEY_VALUES = 16  # of a key in a thread's registers, and as many of a query
 DTYPES = (mx.bfloat16, mx.float16, mx.float32)
 
 

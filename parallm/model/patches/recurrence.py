@@ -180,7 +180,7 @@ def ssm_update(
 
 @contextmanager
 def padding(layers: Iterable[Any], lengths: Sequence[int], width: int) -> Iterator[None]:
-    """Inside the block, a forward of tokens (B, width) leaves in these caches the states after each row's own tokens."""
+    """Inside the block a forward of tokens (B, width) leaves in these caches the states after each row's own tokens."""
     states = [layer for layer in layers if isinstance(layer, ArraysCache)]
     for layer in states:
         layer.prepare(lengths=lengths)

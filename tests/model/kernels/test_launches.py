@@ -348,7 +348,7 @@ FACES: dict[str, Face] = {
     "convolve": lambda dtype: convolve(dtype, channels=6144, has_bias=False),
     "convolve, biased": lambda dtype: convolve(dtype, channels=48, has_bias=True),
     "update states": lambda dtype: update_states(dtype, size=128),
-    "update states, many values": lambda dtype: update_states(dtype, size=256, is_normed=False),
+    "update states, many values": lambda dtype: update_states(dtype, size=256),
     "update states, a gate per channel": lambda dtype: update_states(dtype, size=128, is_by_channel=True),
     "update small states": lambda dtype: update_states(dtype, size=16, is_normed=False),
     "gate and normalize": gate_and_normalize,
