@@ -29,6 +29,7 @@ from parallm.model.kernels import (
     slot_copy,
     small_batch_gemm,
     token_scores,
+    unit_lower_inverse,
 )
 from parallm.model.kernels.compiler import CompileError, Defines, compile_log, source_of
 from parallm.model.kernels.decode_attention import Columns, RotaryAngles, append_and_attend, columns_of
@@ -258,6 +259,12 @@ def gate_and_normalize(dtype: mx.Dtype) -> None:
     gated_norm.gated_norm(heads, heads, weight, 1e-6)
 
 
+def invert(size: int) -> None:
+    products = mx.zeros((3, 5, size, size))
+    assert unit_lower_inverse.fits(products)
+    unit_lower_inverse.unit_lower_inverse(products)
+
+
 def copy(dtype: mx.Dtype) -> None:
     prompts, pools = [mx.zeros((2, 2, 16, 64), dtype)] * 3, [mx.zeros((4, 2, 32, 64), dtype)] * 3
     slot_copy.copy_to_slots(prompts, pools, rows=[0, 1], slots=[2, 3], lengths=[16, 5])
@@ -352,6 +359,8 @@ FACES: dict[str, Face] = {
     "update states, a gate per channel": lambda dtype: update_states(dtype, size=128, is_by_channel=True),
     "update small states": lambda dtype: update_states(dtype, size=16, is_normed=False),
     "gate and normalize": gate_and_normalize,
+    "invert": lambda _: invert(64),
+    "invert small matrices": lambda _: invert(16),
     "copy": copy,
     "sum over ranks": sum_over_ranks,
     "take": take,
@@ -411,6 +420,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
         slot_copy,
         small_batch_gemm,
         token_scores,
+        unit_lower_inverse,
     ):
         monkeypatch.setattr(module, "has_kernels", lambda: True)
     monkeypatch.setattr(small_batch_gemm, "architecture", lambda: "sm_90")
