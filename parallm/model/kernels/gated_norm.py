@@ -45,7 +45,10 @@ def gated_norm(x: mx.array, gate: mx.array, weight_D: mx.array, eps: float) -> m
 
     @forward.vjp  # type: ignore[untyped-decorator]
     def gradient(primals: tuple[mx.array, ...], cotangent: mx.array, _: mx.array) -> list[mx.array]:
-        return mx.vjp(lambda *given: plain_gated_norm(*given, eps), list(primals), [cotangent])[1]
+        def plain(x: mx.array, gate: mx.array, weight_D: mx.array) -> mx.array:
+            return plain_gated_norm(x, gate, weight_D, eps)
+
+        return mx.vjp(plain, list(primals), [cotangent])[1]
 
     normed: mx.array = forward(x, gate, weight_D)
     return normed

@@ -149,7 +149,7 @@ def _projected(layer: qwen3_5.GatedDeltaNet, inputs_B1H: mx.array) -> Projected:
 
 
 def _projected_by_groups(layer: qwen3_next.Qwen3NextGatedDeltaNet, inputs_B1H: mx.array) -> Projected:
-    """Of Qwen3-Next, whose projections have the columns of each key head beside each other."""
+    """The same of Qwen3-Next, whose projections have the columns of each key head beside each other."""
     qkvz, ba = layer.in_proj_qkvz(inputs_B1H), layer.in_proj_ba(inputs_B1H)
     q, k, v, z, b, a = layer.fix_query_key_value_ordering(qkvz, ba)
     qkv = mx.concatenate([part.reshape(len(qkvz), 1, -1) for part in (q, k, v)], axis=-1)

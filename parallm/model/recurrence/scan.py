@@ -17,6 +17,8 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from parallm.model.kernels import chunk_scan as scan_kernel
+from parallm.model.kernels.chunk_scan import chunk_scan
 from parallm.model.recurrence.rows import Chunks, Indices, Stage, rearranged, taken
 
 
@@ -135,6 +137,13 @@ def _pass(
     """Pass the states of a stage's rows through its chunks; append what each chunk begins with, and U.
 
     Returns the states after all rows, in the order of the stage."""
+    if terms.removals is not None and scan_kernel.fits(terms.values, terms.removals):
+        before, changes, last = chunk_scan(
+            *(terms.values, terms.removals, terms.updates, terms.decay, state), stage.counts, stage.first
+        )
+        states.append(before)
+        deltas.append(changes)
+        return last
     ended: list[mx.array] = []
     chunk = stage.first
     for count in stage.counts:
@@ -201,6 +210,11 @@ def _pass_back(
 
     Keeps, by the first chunk of a step, the gradients of the states after it, and of U. Returns those of the first
     states."""
+    if terms.removals is not None and scan_kernel.fits(within, terms.updates):
+        after[stage.first], deltas[stage.first], first = chunk_scan(
+            *(within, terms.updates, terms.removals, terms.decay, state), stage.counts, stage.first, more_NHVK=read
+        )
+        return first
     chunk = stage.first + sum(stage.counts)
     ended = state
     state = ended[:0]

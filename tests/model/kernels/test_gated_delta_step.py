@@ -5,6 +5,7 @@ Expected are the operations that other devices compute. In float32 the two diffe
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from unittest.mock import Mock
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -72,7 +73,6 @@ SIZES = {
     "heads of one size": Sizes(heads=2, keys=16),
     "grouped key heads": Sizes(),
     "many lines of a state": Sizes(rows=2, key_heads=1, heads=3, keys=64, values=72),
-    "heads of 128": Sizes(rows=1, key_heads=1, heads=1, keys=128, values=128),
     "heads of 256": Sizes(rows=1, key_heads=1, heads=2, keys=256, values=256, gates=mx.float16),
     "a gate per channel": Sizes(key_heads=4, is_by_channel=True),
     "a bound": Sizes(lower_bound=-5.0),
@@ -151,15 +151,21 @@ def worst(found: Arrays, expected: Arrays) -> float:
     return max(map(error, found, expected))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", SIZES)
+# what takes seconds to compile for a CPU is tried in some forms alone
+IN_HALF = [
+    name for name, sizes in SIZES.items() if on_cuda() or sizes.gates == mx.float16 or name == "a gate per channel"
+]
+CASES = [*((name, mx.float32) for name in SIZES), *((name, DTYPES[1]) for name in IN_HALF)]
+
+
+@pytest.mark.parametrize(("name", "dtype"), CASES)
 @pytest.mark.usefixtures("kernels")
 def test_a_token_is_that_of_the_operations(name: str, dtype: mx.Dtype) -> None:
     one = given(SIZES[name], dtype)
-    for is_normed in (False, True):
+    for is_normed in (False, True) if on_cuda() else (not SIZES[name].allow_neg_eigval,):
         found, expected = by_kernel(one, is_normed=is_normed), by_operations(one, is_normed=is_normed)
         assert worst(found, expected) <= TOLERANCES[dtype]
-    assert error(found[1], one.state) > 0.1, "the state changes"
+        assert error(found[1], one.state) > 0.1, "the state changes"
 
 
 MUTATIONS = {
@@ -257,7 +263,7 @@ def test_a_gated_norm_and_its_gradient_are_those_of_the_operations(size: int, dt
     norm = RMSNormGated(size)
     norm.weight = mx.random.normal((size,), key=keys[3]).astype(dtype)
     assert norm_module.fits(x, gate, norm.weight)
-    found, found_back = mx.vjp(lambda *both: gated_norm(*both, norm.weight, norm.eps), [x, gate], [cotangent])
+    found, found_back = mx.vjp(lambda x, gate: gated_norm(x, gate, norm.weight, norm.eps), [x, gate], [cotangent])
     wanted, wanted_back = mx.vjp(lambda x, gate: norm(x, gate), [x, gate], [cotangent])
     for one, other in zip([*found, *found_back], [*wanted, *wanted_back], strict=True):
         assert error(one, other) <= TOLERANCES[dtype]
@@ -304,8 +310,8 @@ def test_steps_of_a_layer_are_those_of_mlx_lm(name: str, monkeypatch: pytest.Mon
     layer.conv1d.__class__ = ShortConv
     layer.norm.weight = mx.random.normal(layer.norm.weight.shape)
     inputs = mx.random.normal((3, 7, 64))
-    calls, step = [], decode_step._layer_step
-    monkeypatch.setattr(decode_step, "_layer_step", lambda *given: calls.append(1) or step(*given))
+    step = Mock(wraps=decode_step._layer_step)
+    monkeypatch.setattr(decode_step, "_layer_step", step)
     outputs = []
     for has_kernel in (False, True):
         cache = ArraysCache(2)
@@ -314,6 +320,6 @@ def test_steps_of_a_layer_are_those_of_mlx_lm(name: str, monkeypatch: pytest.Mon
         parts = [with_step(layer, inputs[:, :5], None, cache)]
         parts += [with_step(layer, inputs[:, place : place + 1], None, cache) for place in (5, 6)]
         outputs.append([mx.concatenate(parts, axis=1), *cache.cache])
-    assert len(calls) == 2
+    assert step.call_count == 2
     for found, expected in zip(outputs[1], outputs[0], strict=True):
         assert error(found, expected) <= 1e-4

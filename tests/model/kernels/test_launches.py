@@ -16,6 +16,7 @@ import pytest
 from parallm.model.kernels import (
     add_norm,
     all_sum,
+    chunk_scan,
     conv_step,
     cuda,
     decode_attention,
@@ -29,6 +30,7 @@ from parallm.model.kernels import (
     slot_copy,
     small_batch_gemm,
     token_scores,
+    unit_lower_inverse,
 )
 from parallm.model.kernels.compiler import CompileError, Defines, compile_log, source_of
 from parallm.model.kernels.decode_attention import Columns, RotaryAngles, append_and_attend, columns_of
@@ -258,6 +260,20 @@ def gate_and_normalize(dtype: mx.Dtype) -> None:
     gated_norm.gated_norm(heads, heads, weight, 1e-6)
 
 
+def invert(size: int) -> None:
+    products = mx.zeros((3, 5, size, size))
+    assert unit_lower_inverse.fits(products)
+    unit_lower_inverse.unit_lower_inverse(products)
+
+
+def scan(*, size: int = 64, head: int = 128, is_by_channel: bool = False) -> None:
+    values, keys = (mx.zeros((9, 2, size, head)) for _ in range(2))
+    decay, states = mx.zeros((9, 2, 1, head if is_by_channel else 1)), mx.zeros((4, 2, head, head))
+    assert chunk_scan.fits(values, keys)
+    for more in (None, mx.zeros((9, 2, head, head))):
+        chunk_scan.chunk_scan(values, keys, keys, decay, states, (4, 4, 1), 0, more_NHVK=more)
+
+
 def copy(dtype: mx.Dtype) -> None:
     prompts, pools = [mx.zeros((2, 2, 16, 64), dtype)] * 3, [mx.zeros((4, 2, 32, 64), dtype)] * 3
     slot_copy.copy_to_slots(prompts, pools, rows=[0, 1], slots=[2, 3], lengths=[16, 5])
@@ -352,6 +368,11 @@ FACES: dict[str, Face] = {
     "update states, a gate per channel": lambda dtype: update_states(dtype, size=128, is_by_channel=True),
     "update small states": lambda dtype: update_states(dtype, size=16, is_normed=False),
     "gate and normalize": gate_and_normalize,
+    "invert": lambda _: invert(64),
+    "invert small matrices": lambda _: invert(16),
+    "scan": lambda _: scan(),
+    "scan with gates per channel": lambda _: scan(size=16, is_by_channel=True),
+    "scan large heads": lambda _: scan(head=256),
     "copy": copy,
     "sum over ranks": sum_over_ranks,
     "take": take,
@@ -401,6 +422,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
 
     for module in (
         add_norm,
+        chunk_scan,
         conv_step,
         decode_attention,
         gated_delta_step,
@@ -411,6 +433,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
         slot_copy,
         small_batch_gemm,
         token_scores,
+        unit_lower_inverse,
     ):
         monkeypatch.setattr(module, "has_kernels", lambda: True)
     monkeypatch.setattr(small_batch_gemm, "architecture", lambda: "sm_90")
