@@ -27,6 +27,7 @@ from parallm.model.kernels import (
     paged_attention,
     quantized_gemm,
     segmented_lora,
+    short_conv,
     slot_copy,
     small_batch_gemm,
     token_scores,
@@ -235,6 +236,13 @@ def convolve(dtype: mx.Dtype, *, channels: int, has_bias: bool) -> None:
     conv_step.conv_step(x, state, weight, bias if has_bias else None, has_silu=not has_bias)
 
 
+def convolve_tokens(dtype: mx.Dtype, *, has_bias: bool) -> None:
+    x, weight, bias = mx.zeros((9, 48), dtype), mx.zeros((48, 4, 1), dtype), mx.zeros(48, dtype) if has_bias else None
+    assert short_conv.fits(x, weight, bias)
+    windows = short_conv.windows_of(np.zeros((9, 4), np.int32), 9)
+    mx.vjp(lambda x: short_conv.short_conv(x, weight, bias, windows), [x], [x])
+
+
 def update_states(dtype: mx.Dtype, *, size: int, is_by_channel: bool = False, is_normed: bool = True) -> None:
     columns = columns_of(mx.zeros((3, 1, 8 * size), dtype), [2 * size, 2 * size, 4 * size])
     q, k, v = (part.reshape(3, 1, -1, size) for part in columns)
@@ -363,6 +371,8 @@ FACES: dict[str, Face] = {
     "add and normalize, many chunks": lambda dtype: normalize(dtype, size=8192, splits=2),
     "convolve": lambda dtype: convolve(dtype, channels=6144, has_bias=False),
     "convolve, biased": lambda dtype: convolve(dtype, channels=48, has_bias=True),
+    "convolve tokens": lambda dtype: convolve_tokens(dtype, has_bias=False),
+    "convolve tokens, biased": lambda dtype: convolve_tokens(dtype, has_bias=True),
     "update states": lambda dtype: update_states(dtype, size=128),
     "update states, many values": lambda dtype: update_states(dtype, size=256),
     "update states, a gate per channel": lambda dtype: update_states(dtype, size=128, is_by_channel=True),
@@ -430,6 +440,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
         gather,
         paged_attention,
         segmented_lora,
+        short_conv,
         slot_copy,
         small_batch_gemm,
         token_scores,
