@@ -14,7 +14,10 @@ Axes: M tokens, R rows, N chunks, C tokens of a chunk, Hk, Hv key and value head
 head sizes.
 """
 
+from functools import cache
+
 import mlx.core as mx
+import numpy as np
 
 from parallm.model.kernels import unit_lower_inverse as inverse_kernel
 from parallm.model.kernels.cuda import on_cuda
@@ -119,16 +122,24 @@ def inverse_unit_lower(products: mx.array) -> mx.array:
         return unit_lower_inverse(products)
     lower = mx.tril(products, -1)
     size = lower.shape[-1]
-    places = mx.arange(size)
     inverse = mx.broadcast_to(mx.eye(size), lower.shape)
+    for block, corner in enumerate(_corners(size)):
+        below = mx.where(corner, lower, 0)
+        inverse = inverse - (below if block == 0 else inverse @ below @ inverse)
+    return inverse
+
+
+@cache
+def _corners(size: int) -> tuple[mx.array, ...]:
+    """Of pairs of blocks of 1, 2, 4 .. tokens on the diagonal, the corner below both, (C, C)."""
+    places = np.arange(size)
+    corners = []
     block = 1
     while block < size:
         of_pair, of_block = places // (2 * block), places // block
-        corner = (of_pair[:, None] == of_pair) & (of_block[:, None] > of_block)
-        below = mx.where(corner, lower, 0)
-        inverse = inverse - (below if block == 1 else inverse @ below @ inverse)
+        corners.append(mx.array((of_pair[:, None] == of_pair) & (of_block[:, None] > of_block)))
         block *= 2
-    return inverse
+    return tuple(corners)
 
 
 def gated_delta_step(

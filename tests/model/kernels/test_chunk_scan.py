@@ -1,8 +1,9 @@
-"""The gated delta rule with a kernel for its states: its source on a CPU, the kernel on a GPU, against operations."""
+"""The gated delta rule with kernels for its chunks: their source on a CPU, the kernels on a GPU, against operations."""
 
 import mlx.core as mx
 import pytest
 
+from parallm.model.kernels import chunk_gates, unit_lower_inverse
 from parallm.model.kernels import chunk_scan as module
 from parallm.model.kernels.chunk_scan import fits, shared_bytes
 from parallm.model.kernels.cuda import on_cuda
@@ -11,6 +12,8 @@ from parallm.model.recurrence.rows import PackedRows, Row
 from tests.model.kernels.cuda_on_cpu import CpuKernels, needs_compiler
 
 pytestmark = [] if on_cuda() else [needs_compiler]
+KERNELS = (module, chunk_gates, unit_lower_inverse)
+"""All kernels that the rule takes."""
 LAYOUT = [(40, None), (33, 0), (7, 0), (64, None), (1, 3), (70, 3), (5, None), (100, None)]
 """Lengths, and the row that each continues."""
 
@@ -24,14 +27,16 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> CpuKernels:
 def kernels(compiled: CpuKernels, monkeypatch: pytest.MonkeyPatch) -> CpuKernels:
     compiled.mutation = "", "", ""
     if not on_cuda():
-        monkeypatch.setattr(module, "kernel", compiled)
-        monkeypatch.setattr(module, "has_kernels", lambda: True)
+        for one in KERNELS:
+            monkeypatch.setattr(one, "kernel", compiled)
+            monkeypatch.setattr(one, "has_kernels", lambda: True)
     return compiled
 
 
 def errors(monkeypatch: pytest.MonkeyPatch, *, is_by_channel: bool, keys: int = 32) -> list[float]:
     """Relative errors of outputs, last states and all gradients."""
-    rows, heads, values = [], 2, 64
+    rows: list[Row] = []
+    heads, values = 2, 64
     for length, after in LAYOUT:
         rows.append(Row(sum(row.length for row in rows), length, after))
     packed = PackedRows(rows, sum(row.length for row in rows) + 3)
@@ -46,13 +51,16 @@ def errors(monkeypatch: pytest.MonkeyPatch, *, is_by_channel: bool, keys: int = 
         mx.random.normal((len(packed.starting), heads, values, keys)),
     ]
 
-    def forward(*given: mx.array) -> list[mx.array]:
-        return list(gated_delta(*given, packed))
+    def forward(
+        q: mx.array, k: mx.array, v: mx.array, log_a: mx.array, b: mx.array, initial: mx.array
+    ) -> list[mx.array]:
+        return list(gated_delta(q, k, v, log_a, b, initial, packed))
 
     cotangents = [mx.random.normal(array.shape) for array in forward(*inputs)]
     found = [array for part in mx.vjp(forward, inputs, cotangents) for array in part]
     mx.eval(found)
-    monkeypatch.setattr(module, "has_kernels", lambda: False)
+    for one in KERNELS:
+        monkeypatch.setattr(one, "has_kernels", lambda: False)
     expected = [array for part in mx.vjp(forward, inputs, cotangents) for array in part]
     pairs = zip(found, expected, strict=True)
     return [float((mx.linalg.norm(one - other) / mx.linalg.norm(other)).item()) for one, other in pairs]

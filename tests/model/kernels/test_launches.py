@@ -16,6 +16,7 @@ import pytest
 from parallm.model.kernels import (
     add_norm,
     all_sum,
+    chunk_gates,
     chunk_scan,
     conv_step,
     cuda,
@@ -268,6 +269,12 @@ def gate_and_normalize(dtype: mx.Dtype) -> None:
     gated_norm.gated_norm(heads, heads, weight, 1e-6)
 
 
+def gate_chunks(size: int) -> None:
+    log_a = mx.zeros((3, 5, size, 1))
+    assert chunk_gates.fits(log_a)
+    mx.vjp(lambda log_a: list(chunk_gates.chunk_gates(log_a)), [log_a], [log_a, log_a, mx.zeros((3, 5, size, size))])
+
+
 def invert(size: int) -> None:
     products = mx.zeros((3, 5, size, size))
     assert unit_lower_inverse.fits(products)
@@ -378,6 +385,8 @@ FACES: dict[str, Face] = {
     "update states, a gate per channel": lambda dtype: update_states(dtype, size=128, is_by_channel=True),
     "update small states": lambda dtype: update_states(dtype, size=16, is_normed=False),
     "gate and normalize": gate_and_normalize,
+    "gates of chunks": lambda _: gate_chunks(64),
+    "gates of small chunks": lambda _: gate_chunks(16),
     "invert": lambda _: invert(64),
     "invert small matrices": lambda _: invert(16),
     "scan": lambda _: scan(),
@@ -432,6 +441,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
 
     for module in (
         add_norm,
+        chunk_gates,
         chunk_scan,
         conv_step,
         decode_attention,
