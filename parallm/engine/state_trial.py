@@ -132,6 +132,7 @@ def _together(model: SharedModel, prompts: Sequence[tuple[list[Any], int]]) -> l
             slots.leave([(0, 1)], [len(PROMPTS[1]) + len(hidden[1])], 1, waits=False)
             present = [1]
         step_RH = _step(model, slots, [(PROMPTS[row], TOKENS[row], len(hidden[row])) for row in present])
+        mx.eval(step_RH)  # kernels write into slots in place, so that a step must not begin before the last one ends
         for index, row in enumerate(present):
             hidden[row].append(step_RH[index])
     return [*hidden[0], *hidden[1]]

@@ -43,9 +43,9 @@ CANONICAL_BITS, MIN_STEP = 5, 64
 """Between powers of two there are 16 canonical sizes, so padding adds a 32nd on average."""
 MAX_ERROR, MAX_ERROR_16_BITS = 1e-3, 3e-2
 """Relative difference that a packed forward may have."""
-OF_ROUNDING, MOST_OF_ROUNDING = 8, 0.3
-"""Recurrent layers in 16 bits may differ by this many times what rounding changes, and by that at most: rows that see
-each other differ by about 1."""
+MAX_ERROR_OF_STATES = 0.3
+"""The same in 16 bits for recurrent layers, in which rounding grows: random weights of Qwen3.5-0.8B have 0.08 on an
+H200, and rows that see each other about 1."""
 UNPACKABLE = (AssertionError, AttributeError, IndexError, TypeError, ValueError)
 """Errors of layers that do not understand the shapes, masks or caches of a packed forward."""
 
@@ -245,21 +245,12 @@ def can_pack(model: SharedModel) -> bool:
     try:
         packed = packed_hidden(model, inputs, [Segment(prompt=len(prompt), runs=((2, 2),))], None)
         whole = [model.hidden(mx.array([prompt + tokens]), model.make_cache(), None)[0, ...] for tokens in completions]
-        error = _difference(packed, mx.concatenate([whole[0], whole[1][len(prompt) :]]))
-        if model.dtype == mx.float32 or not model.has_states:
-            return error < (MAX_ERROR if model.dtype == mx.float32 else MAX_ERROR_16_BITS)
-        cache = model.make_cache()
-        parts = [model.hidden(mx.array([tokens]), cache, None)[0, ...] for tokens in (prompt, completions[0])]
-        rounding = _difference(mx.concatenate(parts), whole[0])
-        return error < min(MOST_OF_ROUNDING, max(MAX_ERROR_16_BITS, OF_ROUNDING * rounding))
+        expected = mx.concatenate([whole[0], whole[1][len(prompt) :]]).astype(mx.float32)
+        difference = mx.linalg.norm(packed.astype(mx.float32) - expected) / mx.linalg.norm(expected)
+        of_16_bits = MAX_ERROR_OF_STATES if model.has_states else MAX_ERROR_16_BITS
+        return float(difference.item()) < (MAX_ERROR if model.dtype == mx.float32 else of_16_bits)
     except UNPACKABLE:
         return False
-
-
-def _difference(found: mx.array, expected: mx.array) -> float:
-    """The norm of a difference, by the norm of what is expected."""
-    found, expected = found.astype(mx.float32), expected.astype(mx.float32)
-    return float((mx.linalg.norm(found - expected) / mx.linalg.norm(expected)).item())
 
 
 def takes_rows(model: SharedModel) -> bool:

@@ -9,7 +9,8 @@ import math
 
 import mlx.core as mx
 
-from parallm.model.kernels.cuda import has_kernels, kernel
+from parallm.model.kernels.cuda import kernel
+from parallm.model.kernels.recurrent import has_kernels
 
 SIZES = (16, 32, 64)  # of chunks
 THREADS = 64  # of a block

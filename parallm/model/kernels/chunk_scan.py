@@ -11,7 +11,8 @@ from itertools import accumulate
 
 import mlx.core as mx
 
-from parallm.model.kernels.cuda import MIN_ON_DEVICE, has_kernels, interned_array, kernel
+from parallm.model.kernels.cuda import MIN_ON_DEVICE, interned_array, kernel
+from parallm.model.kernels.recurrent import has_kernels
 
 THREADS = 256  # of a block
 SLICE, PAD = 32, 4  # lines of a block's state, and values between lines in shared memory

@@ -8,7 +8,8 @@ Axes: N heads of any tokens, D head size.
 
 import mlx.core as mx
 
-from parallm.model.kernels.cuda import VECTOR_BYTES, has_kernels, kernel
+from parallm.model.kernels.cuda import VECTOR_BYTES, kernel
+from parallm.model.kernels.recurrent import has_kernels
 
 DTYPES = (mx.bfloat16, mx.float16, mx.float32)
 MAX_SIZE = 1024

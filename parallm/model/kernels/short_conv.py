@@ -13,7 +13,8 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from parallm.model.kernels.cuda import MIN_ON_DEVICE, VECTOR_BYTES, has_kernels, kernel
+from parallm.model.kernels.cuda import MIN_ON_DEVICE, VECTOR_BYTES, kernel
+from parallm.model.kernels.recurrent import has_kernels
 
 DTYPES = (mx.bfloat16, mx.float16, mx.float32)
 MAX_WIDTH = 8  # of a convolution: its weights are in a thread's registers

@@ -21,10 +21,10 @@ from parallm.model.kernels import conv_step as conv_kernel
 from parallm.model.kernels import gated_delta_step as delta_kernel
 from parallm.model.kernels import gated_norm as norm_kernel
 from parallm.model.kernels.conv_step import conv_step
-from parallm.model.kernels.cuda import has_kernels
 from parallm.model.kernels.decode_attention import columns_of
 from parallm.model.kernels.gated_delta_step import Gates, OutputNorm, UnitNorm, gated_delta_step
 from parallm.model.kernels.gated_norm import gated_norm
+from parallm.model.kernels.recurrent import has_kernels
 from parallm.model.patches.forward import origin_of, set_origin
 
 UNIT_EPS = 1e-6

@@ -21,9 +21,10 @@ from mlx_lm.models import gated_delta as mlx_lm_gated_delta
 from mlx_lm.models import ssm as mlx_lm_ssm
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
-from parallm.model.kernels.cuda import has_kernels
 from parallm.model.kernels.gated_delta_step import Gates
+from parallm.model.kernels.recurrent import has_kernels
 from parallm.model.patches.decode_step import install_decode_step, mlx_lm_normalize_qk, normalize_qk, token_by_kernel
+from parallm.model.patches.kernel_trial import try_kernels
 from parallm.model.recurrence.gated_delta import gated_delta, gated_delta_step
 from parallm.model.recurrence.rows import PackedRows, padded_rows, rows_in_use, using, using_lengths, whole_rows
 from parallm.model.recurrence.short_conv import ShortConv, is_short
@@ -71,6 +72,7 @@ def install_recurrence(base: nn.Module) -> None:
     """Let recurrent layers call our functions. Changes mlx-lm's modules; safe to repeat."""
     if not has_states(base):
         return
+    try_kernels()
     replaced = {
         "gated_delta_update": (_mlx_lm_gated_delta_update, gated_delta_update),
         "ssm_update": (_mlx_lm_ssm_update, ssm_update),
