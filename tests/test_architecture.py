@@ -58,6 +58,7 @@ REASONS = {
     "log_files.py": "a handler with a life of its own",
     "jobs/retries.py": "a clock of its own",
     "integrations/atropos/environment_host.py": "runs in the process of an environment",
+    "model/kernels/unit_lower_inverse.py": "the Python face of a kernel",
 }
 
 RETIRED = re.compile(r"\b(told|untold|knocks|lessons|house|skinny)\b|\bclass Room\b", re.IGNORECASE)

@@ -20,6 +20,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from parallm.device.memory import device_memory
 from parallm.engine.decode_batch import Structure
 from parallm.engine.decoder import Decoder
 from parallm.engine.kv.shapes import STEP, padded
@@ -42,8 +43,10 @@ from parallm.model.patches.forward import OwnCache
 from parallm.model.patches.rotary import before_rotation
 from parallm.model.shared_model import SharedModel
 
-CHUNK = 2048
-"""Default tokens of a unit: a GPU is full with them."""
+CHUNK, LARGE_CHUNK = 2048, 8192
+"""Default tokens of a unit, and with `LARGE_MEMORY` bytes on the device. A GPU is full with the smaller one; running
+answers wait for a unit, though, and take a step after each, which costs as much for few of them as for many."""
+LARGE_MEMORY = 70e9
 MIN_PAGES = 256
 """Pages of all prompts of a unit that count as one number of them."""
 
@@ -203,6 +206,10 @@ class FlatForward:
         return self._model.hidden(tokens_M[:, None], layers, lora)[:, 0]
 
 
+def default_chunk() -> int:
+    return LARGE_CHUNK if device_memory() >= LARGE_MEMORY else CHUNK
+
+
 class FlatPrefill:
     """The interface is that of `Prefill`."""
 
@@ -216,7 +223,7 @@ class FlatPrefill:
         self._model = model
         self._loras = loras
         self._memory = memory
-        self._chunk = settings.prefill_chunk or CHUNK
+        self._chunk = settings.prefill_chunk or default_chunk()
         self._shapes = head_shapes(model)
         self._forward = FlatForward(model, self._shapes)
         self._plan: list[tuple[PrefillJob, Chunk]] = []  # what `for_one_unit` has chosen

@@ -3,7 +3,8 @@ before.
 
 With MLX's CUDA build, jobs that begin at the same position are rows of one forward, which takes Python milliseconds,
 whatever it holds. Shorter rows are padded, which causal attention hides. On a CPU that would gain nothing, and a
-prompt's numbers could depend on its company. Recurrent states cannot be cut: such models have no prefix cache.
+prompt's numbers could depend on its company. Recurrent states are those after each row's own tokens; they cannot be
+cut, so that such models have no prefix cache.
 
 Axes: B jobs, T tokens, H hidden, V vocabulary.
 """
@@ -28,10 +29,12 @@ from parallm.engine.paged_memory import PagedMemory
 from parallm.engine.sequence import PrefillJob, Sequence
 from parallm.engine.settings import EngineSettings
 from parallm.engine.slot_memory import SlotMemory
+from parallm.engine.state_trial import pads_prompts
 from parallm.model.attention import MIN_ROWS
 from parallm.model.kernels.cuda import on_cuda
 from parallm.model.kernels.gather import take_in_groups
 from parallm.model.lora.selector import LoraSelector
+from parallm.model.patches.recurrence import padding
 from parallm.model.shared_model import SharedModel, leaves
 
 CHUNK, CUDA_CHUNK = 512, 2048
@@ -71,7 +74,7 @@ class Prefill:
         self._chunk = chunk_tokens(settings)
         self._is_servable = is_servable
         self._uses_cache = settings.prefix_cache and model.is_batch_invariant
-        self.max_positions = self._chunk if model.is_batch_invariant and on_cuda() else 0
+        self.max_positions = self._chunk if on_cuda() and (model.is_batch_invariant or pads_prompts(model)) else 0
         """Positions of one forward over several jobs; 0: each job is computed alone."""
 
     @property
@@ -111,11 +114,14 @@ class Prefill:
         longest = padded(max(map(len, uncached)))
         tokens_BT = [[*tokens, *tokens[-1:] * (longest - len(tokens))] for tokens in uncached]
         lora = self._loras.select([jobs[0].segment()[1]] * len(jobs))
-        hidden_BTH = self._model.hidden(mx.array(tokens_BT, mx.int32), cache, lora)
+        with padding(leaves(cache), [len(tokens) for tokens in uncached], longest):
+            hidden_BTH = self._model.hidden(mx.array(tokens_BT, mx.int32), cache, lora)
         last_B1 = mx.array([[len(tokens) - 1] for tokens in uncached])
         logits_BV = self._model.head(take_in_groups(hidden_BTH, last_B1)[:, 0])
         computed = [logits_BV, *_states(cache)]
-        stacks = stacks_of([array for layer in cache for array in (layer.keys, layer.values)])
+        stacks = []
+        if self._uses_cache:
+            stacks = stacks_of([array for layer in cache for array in (layer.keys, layer.values)])
         for job in jobs:
             job.num_computed, job.logits_V = len(job.tokens), logits_BV[job.cache_row, ...]
             computed += self._keep(job.sequences[0], len(job.tokens), partial(_copies, stacks, job.cache_row))

@@ -33,7 +33,7 @@ class EngineSettings:
     MLX's CUDA build) as long as others leave them free."""
     prefill_chunk: int | None = Field(default=None, ge=16)
     """Prompt tokens computed in one unit of device work, for which running answers wait; null: 512, with MLX's CUDA
-    build 2048."""
+    build 2048, on devices of 70 GB and more 8192."""
     warmup: bool = False
     """Before anything is asked: generate for 1, 2, 4 and more rows up to `max_rows`, so that what is compiled or
     planned for each number of rows costs no client. With MLX's CUDA build the first steps take seconds;

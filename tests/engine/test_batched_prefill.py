@@ -54,7 +54,7 @@ def same(alone: dict[str, list[Completion]], together: dict[str, list[Completion
 
 
 @pytest.mark.cpu
-@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "qwen2"])
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "qwen2", "qwen3_5", "falcon_h1", "lfm2"])
 @pytest.mark.parametrize("async_scheduling", [False, True])
 def test_prompts_of_similar_length_give_the_same_together_as_alone(
     make_engine: Callable[..., Engine],

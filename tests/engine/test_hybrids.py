@@ -5,9 +5,11 @@ computes a row alike in any company. A preempted sequence is computed again in c
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 import mlx.core as mx
 import numpy as np
@@ -24,6 +26,8 @@ from parallm.engine.kv.state_cache import StateCache
 from parallm.engine.settings import EngineSettings
 from parallm.model.adapters.adapter import Adapter
 from parallm.model.adapters.table import AdapterTable
+from parallm.model.load import load_shared_model
+from parallm.model.settings import ModelSettings
 from parallm.model.shared_model import SharedModel
 from parallm.types import Completion, GenerationRequest, TokenEvent
 from tests.engine.conftest import by_request, step
@@ -187,6 +191,24 @@ def test_a_model_whose_states_cannot_be_shared_runs_row_by_row_and_says_why(
     assert "runs row by row: hidden states of rows together differ by" in caplog.text
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_trial_allows_what_rounding_changes_and_no_state_of_another_row(
+    dtype: Literal["float32", "bfloat16"], tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load_shared_model(ModelSettings(path=str(tiny_model("qwen3_5")), dtype=dtype))
+    error, allowed = state_trial.measure(model)
+    assert error <= allowed
+    monkeypatch.setattr(state_trial, "_at_once", lambda _: [2 * hidden for hidden in state_trial._alone(model)])
+    assert state_trial.measure(model)[1] == state_trial.MAX_ALLOWED
+    at_once = [1.03125 * hidden for hidden in state_trial._alone(model)]
+    monkeypatch.setattr(state_trial, "_at_once", lambda _: at_once)
+    assert state_trial.measure(model)[1] == pytest.approx(0.25, rel=0.1)
+    monkeypatch.setattr(StateCache, "leave", lambda *_: None)
+    error, allowed = state_trial.measure(model)
+    assert error > 2 * allowed
+    assert not state_trial.shares_steps(model)
+
+
 @pytest.mark.parametrize("architecture", ["gemma2", "longcat_flash_ngram"])
 def test_a_model_of_other_caches_runs_row_by_row_and_says_why(
     architecture: str, load_tiny: LoadTiny, caplog: pytest.LogCaptureFixture, make_engine: MakeEngine
@@ -195,6 +217,16 @@ def test_a_model_of_other_caches_runs_row_by_row_and_says_why(
         batch = make_engine(load_tiny(architecture)).memory.make_batch()
     assert isinstance(batch, SequentialDecodeBatch)
     assert f"runs row by row: rows of {architecture}" in caplog.text
+
+
+@pytest.mark.parametrize(("architecture", "pads"), [("kimi_linear", True), ("mamba2", True), ("jamba", False)])
+def test_a_trial_says_whether_prompts_share_a_forward(
+    architecture: str, pads: bool, load_tiny: LoadTiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load_tiny(architecture)
+    assert state_trial.pads_prompts(model) == pads
+    monkeypatch.setattr(state_trial, "padding", lambda *_: nullcontext())  # states after the padding
+    assert not state_trial.pads_prompts(model)
 
 
 def run(

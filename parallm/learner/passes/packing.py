@@ -41,6 +41,11 @@ LONG_ROW, MAX_CALLS = 512, 8
 """cuDNN attends 1.6 times as fast as our kernels (8 rows of 1,024, H200), and takes 0.3 ms a call on the host."""
 CANONICAL_BITS, MIN_STEP = 5, 64
 """Between powers of two there are 16 canonical sizes, so padding adds a 32nd on average."""
+MAX_ERROR, MAX_ERROR_16_BITS = 1e-3, 3e-2
+"""Relative difference that a packed forward may have."""
+MAX_ERROR_OF_STATES = 0.3
+"""The same in 16 bits for recurrent layers, in which rounding grows: random weights of Qwen3.5-0.8B have 0.08 on an
+H200, and rows that see each other about 1."""
 UNPACKABLE = (AssertionError, AttributeError, IndexError, TypeError, ValueError)
 """Errors of layers that do not understand the shapes, masks or caches of a packed forward."""
 
@@ -240,9 +245,10 @@ def can_pack(model: SharedModel) -> bool:
     try:
         packed = packed_hidden(model, inputs, [Segment(prompt=len(prompt), runs=((2, 2),))], None)
         whole = [model.hidden(mx.array([prompt + tokens]), model.make_cache(), None)[0, ...] for tokens in completions]
-        expected = mx.concatenate([whole[0], whole[1][len(prompt) :]])
-        difference = mx.linalg.norm((packed - expected).astype(mx.float32)) / mx.linalg.norm(expected)
-        return float(difference.item()) < (1e-3 if model.dtype == mx.float32 else 3e-2)
+        expected = mx.concatenate([whole[0], whole[1][len(prompt) :]]).astype(mx.float32)
+        difference = mx.linalg.norm(packed.astype(mx.float32) - expected) / mx.linalg.norm(expected)
+        of_16_bits = MAX_ERROR_OF_STATES if model.has_states else MAX_ERROR_16_BITS
+        return float(difference.item()) < (MAX_ERROR if model.dtype == mx.float32 else of_16_bits)
     except UNPACKABLE:
         return False
 

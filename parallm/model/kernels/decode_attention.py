@@ -170,14 +170,15 @@ def num_parts(blocks: int, positions: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Place of heads (B, X, 1, D) in `whole`: values before those of the first row, and from row to row."""
+    """Place of rows of values, such as heads (B, X, 1, D), in `whole`: values before the first row, and from row to
+    row."""
 
     whole: mx.array
     start: int
     pitch: int
 
 
-def place_of(heads_BX1D: mx.array) -> Place:
-    if isinstance(heads_BX1D, Columns):
-        return Place(heads_BX1D.whole, heads_BX1D.start, heads_BX1D.whole.shape[-1])
-    return Place(heads_BX1D, 0, heads_BX1D.shape[1] * heads_BX1D.shape[3])
+def place_of(rows_BX: mx.array) -> Place:
+    if isinstance(rows_BX, Columns):
+        return Place(rows_BX.whole, rows_BX.start, rows_BX.whole.shape[-1])
+    return Place(rows_BX, 0, rows_BX.size // rows_BX.shape[0])

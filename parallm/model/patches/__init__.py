@@ -16,6 +16,8 @@
 | `cast_predicate` of models | `quantized.py` | arrays that keep their type |
 | `gated_delta_update`, `ssm_update` of models' modules | `recurrence.py` | chunks with a backward, packed rows |
 | depthwise `nn.Conv1d` modules of models with states | `recurrence.py` | the same |
+| `normalize_qk` of models' modules, on CUDA | `decode_step.py` | norms inside the kernel of a token |
+| classes of gated delta layers, their norms and convolutions, on CUDA | `decode_step.py` | a token in a few kernels |
 | `__call__` of layers that take a cache, in models with states | `recurrence.py` | packed rows as one row |
 | `KVCache` of a layer | `engine/kv/cache.py`, `learner/passes/packing.py` | slots, packed sequences |
 | `ArraysCache`, `CacheList` of a layer | `learner/passes/packing.py` | packed sequences |

@@ -10,7 +10,8 @@ Axes: M tokens, B rows, T tokens of a row, K width of a convolution.
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
@@ -20,8 +21,12 @@ from mlx_lm.models import gated_delta as mlx_lm_gated_delta
 from mlx_lm.models import ssm as mlx_lm_ssm
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
+from parallm.model.kernels.gated_delta_step import Gates
+from parallm.model.kernels.recurrent import has_kernels
+from parallm.model.patches.decode_step import install_decode_step, mlx_lm_normalize_qk, normalize_qk, token_by_kernel
+from parallm.model.patches.kernel_trial import try_kernels
 from parallm.model.recurrence.gated_delta import gated_delta, gated_delta_step
-from parallm.model.recurrence.rows import PackedRows, rows_in_use, using, whole_rows
+from parallm.model.recurrence.rows import PackedRows, padded_rows, rows_in_use, using, using_lengths, whole_rows
 from parallm.model.recurrence.short_conv import ShortConv, is_short
 from parallm.model.recurrence.ssd import ssd
 
@@ -67,9 +72,11 @@ def install_recurrence(base: nn.Module) -> None:
     """Let recurrent layers call our functions. Changes mlx-lm's modules; safe to repeat."""
     if not has_states(base):
         return
+    try_kernels()
     replaced = {
         "gated_delta_update": (_mlx_lm_gated_delta_update, gated_delta_update),
         "ssm_update": (_mlx_lm_ssm_update, ssm_update),
+        "normalize_qk": (mlx_lm_normalize_qk, normalize_qk),
     }
     for module in {sys.modules[type(module).__module__] for module in base.modules()}:
         for name, (original, replacement) in replaced.items():
@@ -78,6 +85,7 @@ def install_recurrence(base: nn.Module) -> None:
     for layer in base.modules():
         if type(layer) is nn.Conv1d and is_short(layer):
             layer.__class__ = ShortConv
+    install_decode_step(base)
     for kind in _mixers(base):
         kind.__call__ = _over_packed_rows(kind.__call__)
 
@@ -97,9 +105,9 @@ def gated_delta_update(
     lower_bound: float | None = None,
     allow_neg_eigval: bool = False,
 ) -> tuple[mx.array, mx.array]:
-    """Stands in for mlx-lm's function of the same signature; rows with padding, and one token of each row on Metal, are
-    left to it."""
-    rows = rows_in_use() or (whole_rows(*q.shape[:2]) if q.shape[1] > 1 and mask is None else None)
+    """Stands in for mlx-lm's function of the same signature; rows with padding of unknown lengths, and one token of
+    each row on Metal, are left to it."""
+    rows = rows_in_use() or _rows_of(*q.shape[:2], has_padding=mask is not None)
     is_step = rows is None and mask is None and state is not None and q.shape[1] == 1
     if rows is None and not (is_step and not mx.metal.is_available()):
         result: tuple[mx.array, mx.array] = _mlx_lm_gated_delta_update(
@@ -117,6 +125,17 @@ def gated_delta_update(
             allow_neg_eigval=allow_neg_eigval,
         )
         return result
+    if is_step and has_kernels():
+        gates = Gates(
+            a=a,
+            b=b,
+            A_log=A_log,
+            dt_bias=dt_bias,
+            lower_bound=lower_bound,
+            allow_neg_eigval=allow_neg_eigval,
+        )
+        if (stepped := token_by_kernel(q, k, v, gates, state)) is not None:
+            return stepped
     rate = mx.exp(A_log.astype(mx.float32))
     shifted = a.astype(mx.float32) + dt_bias
     log_a = -rate * nn.softplus(shifted) if lower_bound is None else lower_bound * mx.sigmoid(rate * shifted)
@@ -145,10 +164,10 @@ def ssm_update(
     mask: mx.array | None = None,
     lengths: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """Stands in for mlx-lm's function of the same signature; one token, and rows with padding, are left to it."""
+    """Stands in for mlx-lm's function of the same signature; one token, and rows with padding of unknown lengths, are
+    left to it."""
     x = hidden_states
-    is_whole = x.shape[1] > 1 and mask is None and lengths is None
-    rows = rows_in_use() or (whole_rows(*x.shape[:2]) if is_whole else None)
+    rows = rows_in_use() or _rows_of(*x.shape[:2], has_padding=mask is not None or lengths is not None)
     if rows is None:
         result: tuple[mx.array, mx.array] = _mlx_lm_ssm_update(
             x, A_log, B, C, D, dt, dt_bias, state, time_step_limit, mask, lengths
@@ -159,6 +178,25 @@ def ssm_update(
     stepped, log_a, B, C = (array.flatten(0, 1) for array in (x * step[..., None], log_a, B, C))
     outputs, last = ssd(stepped, log_a, B, C, state, rows)
     return outputs.reshape(x.shape).astype(x.dtype) + x * D[:, None], last
+
+
+@contextmanager
+def padding(layers: Iterable[Any], lengths: Sequence[int], width: int) -> Iterator[None]:
+    """Inside the block a forward of tokens (B, width) leaves in these caches the states after each row's own tokens."""
+    states = [layer for layer in layers if isinstance(layer, ArraysCache)]
+    for layer in states:
+        layer.prepare(lengths=lengths)
+    with using_lengths(lengths, width):
+        yield
+    for layer in states:
+        layer.finalize()
+
+
+def _rows_of(num_rows: int, length: int, *, has_padding: bool) -> PackedRows | None:
+    """The rows of several tokens each, where their lengths are known."""
+    if length == 1:
+        return None
+    return padded_rows(num_rows, length) if has_padding else whole_rows(num_rows, length)
 
 
 def _mixers(base: nn.Module) -> set[type[nn.Module]]:

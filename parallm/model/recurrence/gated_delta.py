@@ -14,9 +14,14 @@ Axes: M tokens, R rows, N chunks, C tokens of a chunk, Hk, Hv key and value head
 head sizes.
 """
 
-import mlx.core as mx
+from functools import cache
 
+import mlx.core as mx
+import numpy as np
+
+from parallm.model.kernels import unit_lower_inverse as inverse_kernel
 from parallm.model.kernels.cuda import on_cuda
+from parallm.model.kernels.unit_lower_inverse import unit_lower_inverse
 from parallm.model.recurrence.rows import PackedRows
 from parallm.model.recurrence.scan import Decay, Terms, recurrence
 
@@ -95,7 +100,7 @@ def _solve(products: mx.array, right: mx.array) -> mx.array:
 
 @mx.custom_function  # type: ignore[untyped-decorator]
 def _solved(products: mx.array, right: mx.array) -> tuple[mx.array, mx.array]:
-    inverse = inverse_unit_lower(mx.tril(products, -1))
+    inverse = inverse_unit_lower(products)
     return inverse @ right, inverse
 
 
@@ -108,21 +113,33 @@ def _solved_gradient(
     return -mx.tril(of_right @ solution.swapaxes(-1, -2), -1), of_right
 
 
-def inverse_unit_lower(lower: mx.array) -> mx.array:
-    """(I + L)^-1 of strictly lower triangular L (.., C, C), by merging the inverses of blocks on the diagonal.
+def inverse_unit_lower(products: mx.array) -> mx.array:
+    """(I + L)^-1, with L the part of `products` (.., C, C) below its diagonal.
 
-    As stable as substitution, where powers of L overflow if keys repeat."""
+    By substitution in a kernel, or by merging the inverses of blocks on the diagonal, which is as stable; powers of L
+    overflow if keys repeat."""
+    if inverse_kernel.fits(products):
+        return unit_lower_inverse(products)
+    lower = mx.tril(products, -1)
     size = lower.shape[-1]
-    places = mx.arange(size)
     inverse = mx.broadcast_to(mx.eye(size), lower.shape)
+    for block, corner in enumerate(_corners(size)):
+        below = mx.where(corner, lower, 0)
+        inverse = inverse - (below if block == 0 else inverse @ below @ inverse)
+    return inverse
+
+
+@cache
+def _corners(size: int) -> tuple[mx.array, ...]:
+    """Of pairs of blocks of 1, 2, 4 .. tokens on the diagonal, the corner below both, (C, C)."""
+    places = np.arange(size)
+    corners = []
     block = 1
     while block < size:
         of_pair, of_block = places // (2 * block), places // block
-        corner = (of_pair[:, None] == of_pair) & (of_block[:, None] > of_block)
-        below = mx.where(corner, lower, 0)
-        inverse = inverse - (below if block == 1 else inverse @ below @ inverse)
+        corners.append(mx.array((of_pair[:, None] == of_pair) & (of_block[:, None] > of_block)))
         block *= 2
-    return inverse
+    return tuple(corners)
 
 
 def gated_delta_step(

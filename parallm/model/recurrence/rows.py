@@ -123,6 +123,7 @@ class Chunks:
 
 class _InUse(local):
     rows: PackedRows | None = None
+    padded: PackedRows | None = None
 
 
 _in_use = _InUse()
@@ -141,6 +142,24 @@ def using(rows: PackedRows) -> Iterator[None]:
 def rows_in_use() -> PackedRows | None:
     """The rows of `using`; None outside of it."""
     return _in_use.rows
+
+
+@contextmanager
+def using_lengths(lengths: Sequence[int], width: int) -> Iterator[None]:
+    """Inside the block, in this thread, tokens (B, width) are rows of these lengths with padding behind them."""
+    starts = (row * width for row in range(len(lengths)))
+    rows = [Row(start=start, length=length) for start, length in zip(starts, lengths, strict=False)]
+    _in_use.padded = PackedRows(rows, len(lengths) * width)
+    try:
+        yield
+    finally:
+        _in_use.padded = None
+
+
+def padded_rows(num_rows: int, width: int) -> PackedRows | None:
+    """The rows of `using_lengths` if they have these sizes; None outside of it."""
+    rows = _in_use.padded
+    return rows if rows is not None and (len(rows.rows), rows.num_tokens) == (num_rows, num_rows * width) else None
 
 
 @lru_cache(maxsize=64)

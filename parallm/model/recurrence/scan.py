@@ -12,11 +12,16 @@ Axes: M tokens, N chunks, R rows, H heads, C tokens of a chunk, Dk, Dv head size
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cache
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from parallm.model.kernels import chunk_gates as gates_kernel
+from parallm.model.kernels import chunk_scan as scan_kernel
+from parallm.model.kernels.chunk_gates import chunk_gates
+from parallm.model.kernels.chunk_scan import chunk_scan
 from parallm.model.recurrence.rows import Chunks, Indices, Stage, rearranged, taken
 
 
@@ -135,6 +140,13 @@ def _pass(
     """Pass the states of a stage's rows through its chunks; append what each chunk begins with, and U.
 
     Returns the states after all rows, in the order of the stage."""
+    if terms.removals is not None and scan_kernel.fits(terms.values, terms.removals):
+        before, changes, last = chunk_scan(
+            *(terms.values, terms.removals, terms.updates, terms.decay, state), stage.counts, stage.first
+        )
+        states.append(before)
+        deltas.append(changes)
+        return last
     ended: list[mx.array] = []
     chunk = stage.first
     for count in stage.counts:
@@ -201,6 +213,11 @@ def _pass_back(
 
     Keeps, by the first chunk of a step, the gradients of the states after it, and of U. Returns those of the first
     states."""
+    if terms.removals is not None and scan_kernel.fits(within, terms.updates):
+        after[stage.first], deltas[stage.first], first = chunk_scan(
+            *(within, terms.updates, terms.removals, terms.decay, state), stage.counts, stage.first, more_NHVK=read
+        )
+        return first
     chunk = stage.first + sum(stage.counts)
     ended = state
     state = ended[:0]
@@ -226,29 +243,39 @@ def _sums(branches: mx.array, parents: Indices, num_parents: int) -> mx.array:
     return sums.reshape(num_parents, *branches.shape[1:])
 
 
-@dataclass(frozen=True, slots=True)
 class Decay:
     """Products of gates within chunks, given log a (.., C, 1), or (.., C, D) for a gate per channel."""
 
-    log_a: mx.array
+    def __init__(self, log_a: mx.array) -> None:
+        self.log_a = log_a
+        self._computed = chunk_gates(log_a) if gates_kernel.fits(log_a) else None
 
     def from_start(self) -> mx.array:
         """exp(G_t), of the shape of log a: the gates up to token t."""
-        return mx.exp(mx.cumsum(self.log_a, axis=-2))
+        return self._computed[0] if self._computed else mx.exp(mx.cumsum(self.log_a, axis=-2))
 
     def to_end(self) -> mx.array:
         """exp(G_C - G_t): the gates after token t."""
+        if self._computed:
+            return self._computed[1]
         return mx.exp(mx.cumsum(self.log_a, axis=-2, reverse=True, inclusive=False))
 
     def between(self) -> mx.array:
         """exp(G_t - G_i): the gates after token i up to t, zero where i is later; (.., C, C), or (.., C, C, D)."""
-        size = self.log_a.shape[-2]
-        place = mx.arange(size)
-        is_after, is_seen = ((compare(place[:, None], place))[..., None] for compare in (mx.greater, mx.greater_equal))
+        if self._computed:
+            return self._computed[2]
+        is_after, is_seen = _order(self.log_a.shape[-2])
         # differences of sums would lose the digits of slow gates after fast ones
         sums = mx.cumsum(mx.where(is_after, self.log_a[..., :, None, :], 0), axis=-3)
         gates = mx.exp(mx.where(is_seen, sums, -mx.inf))
         return gates[..., 0] if gates.shape[-1] == 1 else gates
+
+
+@cache
+def _order(size: int) -> tuple[mx.array, mx.array]:
+    """Whether token t is after i, and whether it is not before, (C, C, 1)."""
+    places = np.arange(size)
+    return mx.array((places[:, None] > places)[..., None]), mx.array((places[:, None] >= places)[..., None])
 
 
 def _transposed(array: mx.array) -> mx.array:

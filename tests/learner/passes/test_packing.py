@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import mlx.core as mx
 import pytest
@@ -20,6 +21,7 @@ from parallm.model.kernels.rotary import Rotation
 from parallm.model.load import load_shared_model
 from parallm.model.lora.single import LoraScaling, single_lora
 from parallm.model.patches.rotary import install_rotary
+from parallm.model.recurrence.rows import PackedRows, Row
 from parallm.model.settings import LoraSettings, ModelSettings
 from parallm.model.shared_model import SharedModel
 
@@ -62,6 +64,17 @@ def test_a_sliding_window_hides_what_lies_before_it(load_tiny: Callable[[str], S
     row = mx.concatenate([tokens[:40], tokens[70:]])[None]
     alone = model.hidden(row, model.make_cache(), None)[0]
     assert mx.abs(packed[70:] - alone[40:]).max().item() <= 1e-4
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_recurrent_rows_are_packed_in_any_type_unless_they_see_each_other(
+    dtype: Literal["float32", "bfloat16"], tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load_shared_model(ModelSettings(path=str(tiny_model("qwen3_5")), dtype=dtype))
+    assert can_pack(model)
+    one_row = PackedRows([Row(start=0, length=9)], 9)  # as if each token saw all before it
+    monkeypatch.setattr("parallm.learner.passes.packing.PackedRows", lambda *_: one_row)
+    assert not can_pack(model)
 
 
 def test_a_model_with_a_state_is_not_packed(load_tiny: Callable[[str], SharedModel]) -> None:

@@ -27,6 +27,7 @@ inline unsigned min(unsigned a, int b) { return min(a, unsigned(b)); }
 
 #define __cvta_generic_to_shared(pointer) address_of(pointer)
 #define __expf expf
+inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 
 struct Size3 {
   int x, y;

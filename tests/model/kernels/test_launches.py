@@ -16,16 +16,23 @@ import pytest
 from parallm.model.kernels import (
     add_norm,
     all_sum,
+    chunk_gates,
+    chunk_scan,
+    conv_step,
     cuda,
     decode_attention,
+    gated_delta_step,
+    gated_norm,
     gather,
     page_copy,
     paged_attention,
     quantized_gemm,
     segmented_lora,
+    short_conv,
     slot_copy,
     small_batch_gemm,
     token_scores,
+    unit_lower_inverse,
 )
 from parallm.model.kernels.compiler import CompileError, Defines, compile_log, source_of
 from parallm.model.kernels.decode_attention import Columns, RotaryAngles, append_and_attend, columns_of
@@ -218,6 +225,70 @@ def normalize(dtype: mx.Dtype, *, size: int, splits: int) -> None:
     add_norm.add_norm(parts, stream, mx.ones(size, half), 1e-5)
 
 
+def convolve(dtype: mx.Dtype, *, channels: int, has_bias: bool) -> None:
+    """Of the newest token of three rows, which is a part of a product's columns."""
+    x = columns_of(mx.zeros((3, 1, channels + 64), dtype), [channels, 64])[0]
+    state, weight, bias = (
+        mx.zeros((3, 3, channels), dtype),
+        mx.zeros((channels, 4, 1), dtype),
+        mx.zeros(channels, dtype),
+    )
+    assert conv_step.fits(x, state, weight, bias)
+    conv_step.conv_step(x, state, weight, bias if has_bias else None, has_silu=not has_bias)
+
+
+def convolve_tokens(dtype: mx.Dtype, *, has_bias: bool) -> None:
+    x, weight, bias = mx.zeros((9, 48), dtype), mx.zeros((48, 4, 1), dtype), mx.zeros(48, dtype) if has_bias else None
+    assert short_conv.fits(x, weight, bias)
+    windows = short_conv.windows_of(np.zeros((9, 4), np.int32), 9)
+    mx.vjp(lambda x: short_conv.short_conv(x, weight, bias, windows), [x], [x])
+
+
+def update_states(dtype: mx.Dtype, *, size: int, is_by_channel: bool = False, is_normed: bool = True) -> None:
+    columns = columns_of(mx.zeros((3, 1, 8 * size), dtype), [2 * size, 2 * size, 4 * size])
+    q, k, v = (part.reshape(3, 1, -1, size) for part in columns)
+    of_channels = (size,) if is_by_channel else ()
+    gates = gated_delta_step.Gates(
+        a=mx.zeros((3, 1, 4, *of_channels), dtype),
+        b=mx.zeros((3, 1, 4), dtype),
+        A_log=mx.zeros(4),
+        dt_bias=mx.zeros((4, *of_channels), dtype),
+        lower_bound=-5.0 if is_by_channel else None,
+        allow_neg_eigval=not is_normed,
+    )
+    norm = gated_delta_step.OutputNorm(weight=mx.zeros(size, dtype), gate=v, eps=1e-6) if is_normed else None
+    unit = gated_delta_step.UnitNorm(eps=1e-6, query_scale=0.01, key_scale=0.1) if is_normed else None
+    state = mx.zeros((3, 4, size, size))
+    assert gated_delta_step.fits(q, k, v, gates, state, norm)
+    gated_delta_step.gated_delta_step(q, k, v, gates, state, unit_norm=unit, output_norm=norm)
+
+
+def gate_and_normalize(dtype: mx.Dtype) -> None:
+    heads, weight = mx.zeros((3, 5, 2, 128), dtype), mx.zeros(128, dtype)
+    assert gated_norm.fits(heads, heads, weight)
+    gated_norm.gated_norm(heads, heads, weight, 1e-6)
+
+
+def gate_chunks(size: int) -> None:
+    log_a = mx.zeros((3, 5, size, 1))
+    assert chunk_gates.fits(log_a)
+    mx.vjp(lambda log_a: list(chunk_gates.chunk_gates(log_a)), [log_a], [log_a, log_a, mx.zeros((3, 5, size, size))])
+
+
+def invert(size: int) -> None:
+    products = mx.zeros((3, 5, size, size))
+    assert unit_lower_inverse.fits(products)
+    unit_lower_inverse.unit_lower_inverse(products)
+
+
+def scan(*, size: int = 64, head: int = 128, is_by_channel: bool = False) -> None:
+    values, keys = (mx.zeros((9, 2, size, head)) for _ in range(2))
+    decay, states = mx.zeros((9, 2, 1, head if is_by_channel else 1)), mx.zeros((4, 2, head, head))
+    assert chunk_scan.fits(values, keys)
+    for more in (None, mx.zeros((9, 2, head, head))):
+        chunk_scan.chunk_scan(values, keys, keys, decay, states, (4, 4, 1), 0, more_NHVK=more)
+
+
 def copy(dtype: mx.Dtype) -> None:
     prompts, pools = [mx.zeros((2, 2, 16, 64), dtype)] * 3, [mx.zeros((4, 2, 32, 64), dtype)] * 3
     slot_copy.copy_to_slots(prompts, pools, rows=[0, 1], slots=[2, 3], lengths=[16, 5])
@@ -305,6 +376,22 @@ FACES: dict[str, Face] = {
     "add and normalize": lambda dtype: normalize(dtype, size=4096, splits=1),
     "add parts and normalize": lambda dtype: normalize(dtype, size=896, splits=4),
     "add and normalize, many chunks": lambda dtype: normalize(dtype, size=8192, splits=2),
+    "convolve": lambda dtype: convolve(dtype, channels=6144, has_bias=False),
+    "convolve, biased": lambda dtype: convolve(dtype, channels=48, has_bias=True),
+    "convolve tokens": lambda dtype: convolve_tokens(dtype, has_bias=False),
+    "convolve tokens, biased": lambda dtype: convolve_tokens(dtype, has_bias=True),
+    "update states": lambda dtype: update_states(dtype, size=128),
+    "update states, many values": lambda dtype: update_states(dtype, size=256),
+    "update states, a gate per channel": lambda dtype: update_states(dtype, size=128, is_by_channel=True),
+    "update small states": lambda dtype: update_states(dtype, size=16, is_normed=False),
+    "gate and normalize": gate_and_normalize,
+    "gates of chunks": lambda _: gate_chunks(64),
+    "gates of small chunks": lambda _: gate_chunks(16),
+    "invert": lambda _: invert(64),
+    "invert small matrices": lambda _: invert(16),
+    "scan": lambda _: scan(),
+    "scan with gates per channel": lambda _: scan(size=16, is_by_channel=True),
+    "scan large heads": lambda _: scan(head=256),
     "copy": copy,
     "sum over ranks": sum_over_ranks,
     "take": take,
@@ -354,13 +441,20 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
 
     for module in (
         add_norm,
+        chunk_gates,
+        chunk_scan,
+        conv_step,
         decode_attention,
+        gated_delta_step,
+        gated_norm,
         gather,
         paged_attention,
         segmented_lora,
+        short_conv,
         slot_copy,
         small_batch_gemm,
         token_scores,
+        unit_lower_inverse,
     ):
         monkeypatch.setattr(module, "has_kernels", lambda: True)
     monkeypatch.setattr(small_batch_gemm, "architecture", lambda: "sm_90")

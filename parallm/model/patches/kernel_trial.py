@@ -1,0 +1,126 @@
+"""Compares the kernels of recurrent layers with the operations that they stand for, once in a process.
+
+A GPU, driver or compiler that nobody has tried may compute something else; a run would learn from it for hours. So
+small layers are computed both ways, forward and backward, and a difference turns the kernels off.
+
+Axes: M tokens, B rows, H heads, D head size, C channels.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import mlx.core as mx
+
+from parallm.model.kernels import recurrent
+from parallm.model.kernels.conv_step import conv_step
+from parallm.model.kernels.gated_delta_step import Gates
+from parallm.model.kernels.gated_delta_step import gated_delta_step as step_by_kernel
+from parallm.model.recurrence.gated_delta import gated_delta, gated_delta_step
+from parallm.model.recurrence.rows import PackedRows, Row, using
+from parallm.model.recurrence.short_conv import ShortConv, short_conv
+
+ROWS = PackedRows([Row(0, 70), Row(70, 90, after=0), Row(160, 32, after=0)], 192)
+NUM_ROWS, HEADS, KEY_HEADS, SIZE = 3, 4, 2, 128
+CHANNELS, WIDTH = 64, 4
+MAX_ERROR = 1e-3
+"""Of the largest number of an array. float32 leaves 1e-5; tensor cores that round products to TF32 leave 3e-4."""
+
+Arrays = list[mx.array]
+
+logger = logging.getLogger(__name__)
+
+
+@cache
+def try_kernels() -> None:
+    """Turn the kernels of recurrent layers off if they do not agree with MLX's operations; a warning says so."""
+    if not recurrent.has_kernels():
+        return
+    for name, trial in (("chunks", _chunks), ("convolutions", _convolutions), ("steps", _steps)):
+        try:
+            found, expected = trial()
+            error = max(map(_error, found, expected))
+        except Exception as failure:  # noqa: BLE001  # whatever a GPU that nobody has tried does
+            logger.warning("kernels of recurrent layers are off, and hybrids take longer: %s: %s", name, failure)
+            recurrent.turn_off()
+            return
+        if not error <= MAX_ERROR:
+            logger.warning(
+                "kernels of recurrent layers are off, and hybrids take longer: %s differ by %.1e", name, error
+            )
+            recurrent.turn_off()
+            return
+
+
+def _error(found: mx.array, expected: mx.array) -> float:
+    largest: float = (mx.abs(found - expected).max() / mx.maximum(mx.abs(expected).max(), 1e-6)).item()
+    return largest
+
+
+def _normal(seed: int, *shape: int) -> mx.array:
+    return mx.random.normal(shape, key=mx.random.key(seed))
+
+
+def _unit(array: mx.array) -> mx.array:
+    return array / mx.linalg.norm(array, axis=-1, keepdims=True)
+
+
+def _both_ways(function: Callable[..., mx.array], arrays: Sequence[mx.array]) -> tuple[Arrays, Arrays]:
+    """A function's value and gradients with the kernels, and without."""
+    computed = mx.value_and_grad(lambda given: function(*given))
+
+    def run() -> Arrays:
+        value, gradients = computed(list(arrays))
+        mx.eval(value, gradients)
+        return [value, *gradients]
+
+    found = run()
+    with recurrent.without_kernels():
+        return found, run()
+
+
+def _chunks() -> tuple[Arrays, Arrays]:
+    """Packed rows, of which two continue the first."""
+    tokens = ROWS.num_tokens
+    q, k = (_unit(_normal(seed, tokens, KEY_HEADS, SIZE)) for seed in (1, 2))
+    v, weights = (_normal(seed, tokens, HEADS, SIZE) for seed in (3, 4))
+    log_a, b = -mx.abs(_normal(5, tokens, HEADS)), mx.sigmoid(_normal(6, tokens, HEADS))
+
+    def total(*arrays: mx.array) -> mx.array:
+        outputs, last = gated_delta(*arrays, None, ROWS)
+        return (outputs * weights).sum() + last.sum()
+
+    return _both_ways(total, [q, k, v, log_a, b])
+
+
+def _convolutions() -> tuple[Arrays, Arrays]:
+    """Packed rows behind the zeros of their first one."""
+    layer = ShortConv(CHANNELS, CHANNELS, WIDTH, groups=CHANNELS, bias=False)
+    layer.weight = _normal(7, CHANNELS, WIDTH, 1)
+    tokens_1LC = mx.concatenate([mx.zeros((1, WIDTH - 1, CHANNELS)), _normal(8, 1, ROWS.num_tokens, CHANNELS)], axis=1)
+    weights = _normal(9, ROWS.num_tokens, CHANNELS)
+
+    def total(tokens: mx.array) -> mx.array:
+        with using(ROWS):
+            return (layer(tokens)[0] * weights).sum()
+
+    return _both_ways(total, [tokens_1LC])
+
+
+def _steps() -> tuple[Arrays, Arrays]:
+    """One token of each row: of the rule, and of a convolution."""
+    q, k = (_unit(_normal(seed, NUM_ROWS, 1, KEY_HEADS, SIZE)) for seed in (10, 11))
+    v, state = _normal(12, NUM_ROWS, 1, HEADS, SIZE), _normal(13, NUM_ROWS, HEADS, SIZE, SIZE)
+    a, b = (_normal(seed, NUM_ROWS, 1, HEADS) for seed in (14, 15))
+    A_log, dt_bias = _normal(16, HEADS), _normal(17, HEADS)
+    gates = Gates(a=a, b=b, A_log=A_log, dt_bias=dt_bias, lower_bound=None, allow_neg_eigval=False)
+    found = step_by_kernel(q, k, v, gates, state)
+    decay = mx.exp(-mx.exp(A_log) * mx.logaddexp(a[:, 0] + dt_bias, 0))
+    of_heads = (mx.repeat(one[:, 0], HEADS // KEY_HEADS, axis=1) for one in (q, k))
+    outputs, last = gated_delta_step(*of_heads, v[:, 0], decay, mx.sigmoid(b[:, 0]), state)
+    x, before = _normal(18, NUM_ROWS, 1, CHANNELS), _normal(19, NUM_ROWS, WIDTH - 1, CHANNELS)
+    weight = _normal(20, CHANNELS, WIDTH, 1)
+    window = mx.concatenate([before, x], axis=1)
+    convolved = conv_step(x, before, weight, None, has_silu=False)
+    expected = [outputs[:, None], last, short_conv(window, weight, None), window[:, 1:]]
+    return [*found, *convolved], expected

@@ -1,0 +1,86 @@
+"""The trial that turns the kernels of recurrent layers off where they compute something else than the operations."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from parallm.model.kernels import (
+    chunk_gates,
+    chunk_scan,
+    conv_step,
+    gated_delta_step,
+    recurrent,
+    short_conv,
+    unit_lower_inverse,
+)
+from parallm.model.kernels.cuda import on_cuda
+from parallm.model.patches import kernel_trial
+from tests.model.kernels.cuda_on_cpu import CpuKernels, needs_compiler
+
+pytestmark = [] if on_cuda() else [needs_compiler]
+KERNELS = (chunk_gates, chunk_scan, conv_step, gated_delta_step, short_conv, unit_lower_inverse)
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> CpuKernels:
+    return CpuKernels(tmp_path_factory.mktemp("kernels"))
+
+
+@pytest.fixture
+def is_on(compiled: CpuKernels, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], bool]]:
+    """Whether the kernels are on after a trial."""
+    compiled.mutation = "", "", ""
+    if not on_cuda():
+        monkeypatch.setattr(recurrent.cuda, "has_kernels", lambda: True)
+        monkeypatch.setattr(kernel_trial, "SIZE", 32)
+        for module in KERNELS:
+            monkeypatch.setattr(module, "kernel", compiled)
+
+    def tried() -> bool:
+        kernel_trial.try_kernels.__wrapped__()
+        return recurrent.has_kernels()
+
+    yield tried
+    recurrent._use.is_off = False
+
+
+def test_kernels_that_agree_with_the_operations_stay_on(
+    is_on: Callable[[], bool], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert is_on()
+    assert not caplog.records
+    with recurrent.without_kernels():
+        assert not recurrent.has_kernels()
+
+
+@pytest.mark.skipif(on_cuda(), reason="changes the source that a CPU compiles")
+@pytest.mark.parametrize(
+    ("name", "old", "new", "said"),
+    [
+        ("gated_delta_step", "+ written * key", "- written * key", "steps differ"),
+        ("conv_step", "tokens[i + 1]", "tokens[i]", "steps differ"),
+    ],
+)
+def test_kernels_that_differ_are_turned_off_with_a_warning(
+    name: str,
+    old: str,
+    new: str,
+    said: str,
+    is_on: Callable[[], bool],
+    compiled: CpuKernels,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    compiled.mutation = name, old, new
+    assert not is_on()
+    assert said in caplog.text
+
+
+def test_kernels_that_fail_are_turned_off_with_a_warning(
+    is_on: Callable[[], bool], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("no such instruction")
+
+    monkeypatch.setattr(chunk_scan, "kernel", fail)
+    assert not is_on()
+    assert "chunks: no such instruction" in caplog.text
