@@ -14,6 +14,9 @@ from parallm.device.settings import DeviceSettings
 
 os.environ["PARALLM_CONFIG"] = "off"  # no test reads the user's configuration file
 BLAS = load_blas(DeviceSettings())
+CPU = Path("/proc/cpuinfo")
+IS_INTEL = CPU.exists() and "GenuineIntel" in CPU.read_text()
+"""Only there MKL computes products of one to three rows alike in any company."""
 set_blas_threads(BLAS, 1)  # what the streams do, too: several threads on few, busy cores wait for each other
 
 from mlx_lm.convert import convert  # noqa: E402  # only now: MLX takes the BLAS that is there when it loads

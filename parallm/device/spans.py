@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from parallm.device.governor import Work
 
 MAX_UNITS = 50_000
-"""Units that nobody has asked for; older ones are forgotten."""
+"""Units that wait to be read; older ones are forgotten."""
 MAX_SPANS = 20_000
 MAX_SHOWN = 4_000
 """Spans of one answer; where there are more, neighbours of one kind are joined over wider gaps."""

@@ -20,7 +20,7 @@ from parallm.model.shared_model import SharedModel
 
 PROMPTS = ((3, 1, 4, 1, 5, 9, 2), (2, 7, 1))
 TOKENS = ((6, 5, 3), (8, 2, 8))
-"""What each row feeds after its prompt."""
+"""The tokens of each row's steps after its prompt."""
 RUNNING = ((0,), (0, 1), (0, 1), (1,))
 """Rows of each step."""
 MAX_ERROR, MAX_ERROR_16_BITS = 1e-3, 0.1

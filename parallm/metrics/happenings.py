@@ -1,4 +1,4 @@
-"""What was done to a run and what it did, each with its time and step: `happenings.jsonl`, and the newest in memory.
+"""The log of a run's acts and events, each with its time and step: `happenings.jsonl`, and the newest in memory.
 
 Clients' acts come from the server, refused ones included. Rows of steps that an interrupted run takes again stay: the
 acts were done.

@@ -46,7 +46,7 @@ class LiveRun:
         self.rollouts: RolloutFolder | None = None
         """Completions of its steps; None where none are kept."""
         self.happenings: Happenings | None = None
-        """What happens beside steps; None where nothing is noted."""
+        """The log of acts and events beside steps; None where none is kept."""
         self._news = news
         self._shown: Mapping[str, Any] = {}
         self._done = (0, 0)  # problems of an evaluation at work

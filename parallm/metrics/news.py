@@ -1,4 +1,4 @@
-"""What happens in a process, sent to those who watch it: events in bounded queues, one for each watcher.
+"""Events of a process for its watchers: a bounded queue for each.
 
 On the event loop alone, but for `tell_soon`. Without watchers an event costs a call.
 """

@@ -1,4 +1,4 @@
-"""What changes between steps, measured once a second, and kept: a quarter of an hour by second, a week by minute."""
+"""Measurements of the process once a second: a quarter of an hour is kept by second, a week by minute."""
 
 import asyncio
 import logging

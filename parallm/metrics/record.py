@@ -42,7 +42,7 @@ class RunRecorder:
         self._config = config
         self._trackers: Trackers | None = None
         self.live: LiveRun | None = None
-        """What those who watch the run see of it."""
+        """The run as its watchers see it."""
 
     def start(self) -> None:
         """Begin what is seen elsewhere; not earlier, since a start that fails should leave nothing."""

@@ -41,7 +41,7 @@ SURROGATES = re.compile("[\ud800-\udfff]")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LearnedCompletion:
-    """What the learner computed of one completion of an update, before it changed the weights."""
+    """The learner's numbers of one completion of an update, computed before the weights changed."""
 
     group: int
     """Index among the groups of the update."""
@@ -86,7 +86,7 @@ class CompletionRow(TypedDict):
     versions: list[tuple[int, int, int]]
     """Version, first token, token after the last."""
     text: str
-    """What was scored."""
+    """The text that was scored."""
     shown: str
     """Text of all tokens, special ones shown."""
 
@@ -102,7 +102,7 @@ class GroupRow(TypedDict):
 
 
 class StepSummary(TypedDict):
-    """What lists of steps show. Stands apart in the file, so that they need not read the texts."""
+    """The summary that lists of steps show. It stands apart in the file, so that they need not read the texts."""
 
     step: int
     time: float

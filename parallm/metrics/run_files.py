@@ -1,4 +1,4 @@
-"""The files of a run, read without trust: whoever wrote them, reading ends soon, stays inside and fits in memory.
+"""Reads the files of a run, which anybody may have written: in bounded time and memory, below the run's folder alone.
 
 Every function blocks: call it on a thread. Links are not followed below the folder of all runs, and nothing but plain
 files is opened. Lines that cannot be read are left out; what a limit stops is an error that names the limit.

@@ -2,12 +2,9 @@
 
 import random
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
-from parallm.device.blas import load_blas
-from parallm.device.settings import DeviceSettings
 from parallm.device.streams import DeviceStreams
 from parallm.learner.learner import Learner
 from parallm.learner.settings import LearnerSettings
@@ -16,8 +13,8 @@ from parallm.model.adapters.table import AdapterTable
 from parallm.model.shared_model import SharedModel
 from parallm.reports import ParityReport, UpdateReport
 from parallm.types import Completion, GenerationRequest, Message, Problem, SamplingParams, Trajectory, TrajectoryGroup
+from tests.conftest import BLAS, IS_INTEL
 
-BLAS = load_blas(DeviceSettings())
 EQUAL = (
     *("llama", "mistral", "qwen2", "qwen3", "phi3", "olmo2", "cohere", "granite", "starcoder2", "gpt_neox", "gpt2"),
     *("gemma", "gemma2", "gemma3_text", "gpt_bigcode", "mixtral", "qwen3_moe", "gpt_oss", "mamba", "jamba"),
@@ -53,11 +50,6 @@ def parity(
         return report.parity
 
     return measure
-
-
-def is_intel() -> bool:
-    cpu = Path("/proc/cpuinfo")
-    return cpu.exists() and "GenuineIntel" in cpu.read_text()
 
 
 def request(place: int, length: int) -> GenerationRequest:
@@ -96,7 +88,7 @@ def group(asked: GenerationRequest, completions: list[Completion]) -> Trajectory
 def test_log_probs_of_engine_and_learner_are_equal_bit_for_bit(
     architecture: str, parity: Callable[[str], ParityReport]
 ) -> None:
-    if architecture in OF_SINGLE_ROWS and not is_intel():
+    if architecture in OF_SINGLE_ROWS and not IS_INTEL:
         pytest.skip("MKL multiplies a single row in another way on this CPU")
     report = parity(architecture)
     assert (report.bit_equal_fraction, report.max_abs) == (1.0, 0.0)

@@ -26,7 +26,7 @@ from parallm.model.shared_model import SharedModel
 from parallm.tasks.encoder import Encoder
 from parallm.tasks.settings import TaskSettings
 from parallm.types import EncodeRequest, GenerationRequest, SamplingParams
-from tests.conftest import BLAS
+from tests.conftest import BLAS, IS_INTEL
 from tests.learner.conftest import build_start
 from tests.tasks.conftest import Row, build_encoder, encode
 from tests.tasks.tiny_folders import NAMES, read, write_folder
@@ -303,7 +303,7 @@ def test_a_scored_pair_alone_is_the_pair_among_33(open_tiny: Open, unit_tokens: 
     rows = [row for row, _ in tiny.encoder.encode_pairs(spec, "what runs", texts, limit=400)]
     together = encode(tiny.encoder, rows, activates=False)
     alone = np.concatenate([encode(tiny.encoder, [row], activates=False) for row in rows])
-    is_exact = BLAS.strict and "GenuineIntel" in Path("/proc/cpuinfo").read_text()  # MKL's few rows elsewhere are not
+    is_exact = BLAS.strict and IS_INTEL
     assert together == pytest.approx(alone, abs=0.0 if is_exact else MAX_ERROR)
 
 

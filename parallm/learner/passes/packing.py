@@ -209,7 +209,7 @@ def padded_hidden(
 
 
 def packed_caches(caches: Sequence[Any], segments: Sequence[Segment], layer: PackedLayer) -> list[Any]:
-    """What stands for each of a model's own caches in a packed forward: `layer`, or states of the same segments."""
+    """A cache for each of a model's own in a packed forward: `layer`, or states of the same segments."""
     rows: list[Row] = []
     start = 0
     for segment in segments:

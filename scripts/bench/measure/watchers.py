@@ -128,7 +128,7 @@ def token_gaps(url: str) -> list[float]:
 
 @measurement(
     {"dashboard.itl_p50_ratio": Bar(max=1.01), "dashboard.itl_p99_ratio": Bar(max=1.05)},
-    minutes=2,
+    minutes=6,
 )
 def tokens_with_watchers(request: Request) -> Figures:
     """Time between tokens of eight streams while the quickstart trains, with three watchers against none."""
@@ -140,7 +140,7 @@ def tokens_with_watchers(request: Request) -> Figures:
     with TemporaryDirectory() as name, running("parallm.train", RUN, Path(name)) as server:
         token_gaps(server.url)
         found = in_turns(
-            request.size(5, 1), {"none": lambda _: gaps(server, 0), "watched": lambda _: gaps(server, WATCHERS)}
+            request.size(15, 1), {"none": lambda _: gaps(server, 0), "watched": lambda _: gaps(server, WATCHERS)}
         )
     middles, ends = ({side: list(map(of, rounds)) for side, rounds in found.items()} for of in (median, p99))
     return {

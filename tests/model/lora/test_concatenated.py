@@ -1,23 +1,20 @@
 """A few adapters in one product: every row keeps its own part of it."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 import mlx.core as mx
 import pytest
 
-from parallm.device.blas import load_blas
-from parallm.device.settings import DeviceSettings
 from parallm.model.adapters.adapter import Adapter
 from parallm.model.lora.concatenated import concatenate_loras
 from parallm.model.lora.dora import lora_scaling
 from parallm.model.lora.single import SingleLora
 from parallm.model.lora.single import single_lora as view_of
 from parallm.model.shared_model import SharedModel
+from tests.conftest import BLAS, IS_INTEL
 
 Variant = Callable[..., Adapter]
 
-BLAS = load_blas(DeviceSettings())
 TOKENS = mx.array([[5, 300, 17, 9, 44, 2], [7, 8, 9, 10, 11, 12], [1, 2, 3, 4, 5, 6], [9, 8, 7, 6, 5, 4]])
 
 
@@ -46,7 +43,7 @@ def test_rows_of_a_few_adapters_get_the_bits_that_they_get_alone(
 @pytest.mark.skipif(not BLAS.strict, reason="only a strict BLAS computes a row alike in any company")
 @pytest.mark.parametrize(("rank", "count"), [(16, 33), (100, 9), (300, 3)])
 def test_rows_of_many_columns_get_the_bits_that_they_get_alone(rank: int, count: int) -> None:
-    if count < 4 and "GenuineIntel" not in Path("/proc/cpuinfo").read_text():
+    if count < 4 and not IS_INTEL:
         pytest.skip("fewer than 4 rows of a product have bits of their own on this CPU")
     keys = mx.random.split(mx.random.key(0), 2 * count + 1)
     matrices = [
