@@ -1,7 +1,9 @@
 """What all tests share: a BLAS that is loaded before MLX, and small models with random weights in real folders."""
 
+import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import cache, partial
 from pathlib import Path
 
@@ -24,12 +26,33 @@ from parallm.model.kernels.cuda import on_cuda  # noqa: E402
 from parallm.model.load import load_shared_model  # noqa: E402
 from parallm.model.settings import LoraSettings, ModelSettings  # noqa: E402
 from parallm.model.shared_model import SharedModel  # noqa: E402
+from parallm.run import runtime  # noqa: E402
+from parallm.server.app import forget_applications  # noqa: E402
 from tests.tiny_models import write_model  # noqa: E402
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("cpu") is not None and on_cuda():
         pytest.skip("states a fact of a CPU")
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()  # of modules and tests, a million objects, which every full collection would look at
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _heap_stays_frozen() -> Iterator[None]:
+    """A run would look at the whole heap as it begins and thaw it at its end: most of the time of a run of 3 steps."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runtime, "_frozen_heap", nullcontext)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _applications_are_garbage() -> Iterator[None]:
+    yield
+    forget_applications()
 
 
 @pytest.fixture(scope="session")

@@ -106,7 +106,10 @@ def test_the_gradient_of_two_workers_is_that_of_one(preset: Preset, together: Ru
 @pytest.mark.parametrize(
     "values",
     [
-        *({"advantage": name} for name in get_args(Advantage)),
+        *(
+            pytest.param({"advantage": name}, marks=() if name == get_args(Advantage)[0] else pytest.mark.slow)
+            for name in get_args(Advantage)
+        ),
         {"kl_coefficient": 0.1, "kl_placement": "loss", "kl_to": "base"},
         {"kl_coefficient": 0.1, "kl_placement": "reward", "kl_to": "base"},
         {"top_entropy_fraction": 0.5},

@@ -97,8 +97,25 @@ def mixed_requests(ask: Ask) -> list[GenerationRequest]:
 
 
 @needs_strict
-@pytest.mark.parametrize("max_rows", [1, 5, 128])
-@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "mamba"])
+@pytest.mark.parametrize(
+    ("architecture", "max_rows"),
+    [
+        ("llama", 1),
+        ("llama", 5),
+        ("gemma3_text", 5),
+        ("mamba", 128),
+        *(
+            pytest.param(architecture, max_rows, marks=pytest.mark.slow)
+            for architecture, max_rows in (
+                ("llama", 128),
+                ("gemma3_text", 1),
+                ("gemma3_text", 128),
+                ("mamba", 1),
+                ("mamba", 5),
+            )
+        ),
+    ],
+)
 def test_each_row_is_told_the_same(
     architecture: str, max_rows: int, load_tiny: LoadTiny, ask: Ask, play: Callable[..., tuple[Told, Engine]]
 ) -> None:

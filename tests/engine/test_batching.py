@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -19,6 +20,8 @@ BATCHED += ["mixtral", "olmo2", "cohere", "granite", "starcoder2", "gpt_neox", "
 ROW_BY_ROW = ["gemma2", "gpt_bigcode", "mamba", "jamba"]
 LENGTHS = (5, 1, 23, 2, 9, 37, 3, 14, 4, 60, 7, 12, 31, 6, 18, 11)
 MOST_TOKENS = 14
+LOADS = ((1, 0), (4, 1), (16, 2), (64, 1))
+"""Numbers of requests, and how many steps they come apart."""
 
 Ask = Callable[..., GenerationRequest]
 Complete = Callable[..., dict[str, list[Completion]]]
@@ -47,8 +50,17 @@ def reference(
     return generate
 
 
-@pytest.mark.parametrize("architecture", BATCHED + ROW_BY_ROW)
-@pytest.mark.parametrize(("num_requests", "apart"), [(1, 0), (4, 1), (16, 2), (64, 1)])
+def cases() -> list[Any]:
+    """All of llama and mamba; of each other architecture one with many requests, and its other ones as slow."""
+    found = []
+    for place, architecture in enumerate(BATCHED + ROW_BY_ROW):
+        for load in LOADS:
+            is_quick = architecture in ("llama", "mamba") or load == LOADS[2 + place % 2]
+            found.append(pytest.param(architecture, *load, marks=() if is_quick else pytest.mark.slow))
+    return found
+
+
+@pytest.mark.parametrize(("architecture", "num_requests", "apart"), cases())
 def test_requests_that_come_and_go_get_the_tokens_of_mlx_lm(
     architecture: str,
     num_requests: int,

@@ -79,8 +79,17 @@ def mixed(ask: Ask, model: str = "base") -> list[GenerationRequest]:
     return [*singles, *groups]
 
 
-@pytest.mark.parametrize("async_scheduling", [False, True])
-@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "gpt_oss"])
+@pytest.mark.parametrize(
+    ("model_type", "async_scheduling"),
+    [
+        ("llama", True),
+        ("gemma3_text", True),
+        ("gpt_oss", False),
+        pytest.param("llama", False, marks=pytest.mark.slow),
+        pytest.param("gemma3_text", False, marks=pytest.mark.slow),
+        pytest.param("gpt_oss", True, marks=pytest.mark.slow),
+    ],
+)
 def test_pages_give_what_slots_give(
     model_type: str,
     async_scheduling: bool,

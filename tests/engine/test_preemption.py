@@ -52,8 +52,17 @@ def many(ask: Ask) -> list[GenerationRequest]:
 
 
 @needs_strict
-@pytest.mark.parametrize("async_scheduling", [False, True])
-@pytest.mark.parametrize(("architecture", "times"), [("llama", 1), ("gemma3_text", 2), ("gpt2", 2)])
+@pytest.mark.parametrize(
+    ("architecture", "times", "async_scheduling"),
+    [
+        ("llama", 1, True),
+        ("gemma3_text", 2, True),
+        ("gpt2", 2, False),
+        pytest.param("llama", 1, False, marks=pytest.mark.slow),
+        pytest.param("gemma3_text", 2, False, marks=pytest.mark.slow),
+        pytest.param("gpt2", 2, True, marks=pytest.mark.slow),
+    ],
+)
 def test_with_little_memory_everybody_gets_the_bits_that_he_gets_with_room(
     architecture: str,
     times: int,

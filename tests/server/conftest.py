@@ -294,7 +294,7 @@ def engine() -> EchoEngine:
     return EchoEngine()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def tokenizer() -> CharacterTokenizer:
     return CharacterTokenizer()
 
@@ -344,7 +344,7 @@ def make_app(engine: Any, tokenizer: Any, **fields: Any) -> FastAPI:
     return create_app(Service(engine=engine, tokenizer=tokenizer, **(plain | fields)))
 
 
-def application(engine: EchoEngine, tokenizer: Any) -> FastAPI:
+def application(engine: Any, tokenizer: Any) -> FastAPI:
     return make_app(
         engine,
         tokenizer,
@@ -364,49 +364,82 @@ def application(engine: EchoEngine, tokenizer: Any) -> FastAPI:
     )
 
 
+class EngineOfTest:
+    """Is the engine of the running test: an application takes longer to make than most tests."""
+
+    engine: EchoEngine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+
+@pytest.fixture(scope="session")
+def shared_app() -> Callable[[EchoEngine, Any], FastAPI]:
+    """`application` that is made once for each tokenizer."""
+    made: dict[int, tuple[FastAPI, EngineOfTest]] = {}
+
+    def share(engine: EchoEngine, tokenizer: Any) -> FastAPI:
+        if id(tokenizer) not in made:
+            one = EngineOfTest()
+            made[id(tokenizer)] = application(one, tokenizer), one
+        app, current = made[id(tokenizer)]
+        current.engine = engine
+        return app
+
+    return share
+
+
 @pytest.fixture
 def app(engine: EchoEngine, tokenizer: CharacterTokenizer) -> FastAPI:
     return application(engine, tokenizer)
 
 
 @pytest.fixture
-def ask(engine: EchoEngine, hermes: ChatTokenizer) -> Callable[..., httpx.Response]:
+def ask(engine: EchoEngine, hermes: ChatTokenizer, shared_app: Callable[..., FastAPI]) -> Callable[..., httpx.Response]:
     """Post a chat of one user message "hello" to the model that calls functions; it `says` this, or its prompt."""
     body = {"model": "policy", "messages": [{"role": "user", "content": "hello"}]}
     engine.max_context = 2000
+    app = shared_app(engine, hermes)
 
     def send(says: str | None = None, **fields: Any) -> httpx.Response:
         engine.says = says
-        return send_to(application(engine, hermes), "POST", "/v1/chat/completions", json=body | fields)
+        return send_to(app, "POST", "/v1/chat/completions", json=body | fields)
 
     return send
 
 
 @pytest.fixture
-def respond(engine: EchoEngine, hermes: ChatTokenizer) -> Callable[..., httpx.Response]:
+def respond(
+    engine: EchoEngine, hermes: ChatTokenizer, shared_app: Callable[..., FastAPI]
+) -> Callable[..., httpx.Response]:
     """Post the input "hello" to `/v1/responses` of the model that calls functions; it `says` this, or its prompt."""
     engine.max_context = 2000
+    app = shared_app(engine, hermes)
 
     def send(says: str | None = None, **fields: Any) -> httpx.Response:
         engine.says = says
         body = {"model": "policy", "input": "hello"} | fields
-        return send_to(application(engine, hermes), "POST", "/v1/responses", json=body)
+        return send_to(app, "POST", "/v1/responses", json=body)
 
     return send
 
 
 @pytest.fixture
-def call_hermes(engine: EchoEngine, hermes: ChatTokenizer) -> Callable[..., httpx.Response]:
+def call_hermes(
+    engine: EchoEngine, hermes: ChatTokenizer, shared_app: Callable[..., FastAPI]
+) -> Callable[..., httpx.Response]:
     """As `call`, of the model that calls functions."""
     engine.max_context = 2000
-    app = application(engine, hermes)
+    app = shared_app(engine, hermes)
     return lambda method, path, **options: send_to(app, method, path, **options)
 
 
 @pytest.fixture
-def call(app: FastAPI) -> Callable[..., httpx.Response]:
-    """Send one request: `call("GET", "/health")`, `call("POST", path, json=...)`."""
-
+def call(
+    engine: EchoEngine, tokenizer: CharacterTokenizer, shared_app: Callable[..., FastAPI]
+) -> Callable[..., httpx.Response]:
+    """Send one request to an application that other tests have called: `call("POST", path, json=...)`."""
+    app = shared_app(engine, tokenizer)
     return lambda method, path, **options: send_to(app, method, path, **options)
 
 

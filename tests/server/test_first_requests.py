@@ -3,16 +3,18 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import httpx
 import pytest
+from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from parallm.errors import UnknownModel
 from parallm.server.settings import ServerSettings
 from parallm.types import AdapterCard
-from tests.server.conftest import make_app
+from tests.server.conftest import make_app, send_to
 
 Call = Callable[..., httpx.Response]
 
@@ -289,7 +291,8 @@ def test_metrics_are_json_where_that_is_asked_for(call: Call) -> None:
     assert call("GET", "/metrics", headers={"Accept": "text/html, */*"}).text.startswith("# HELP")
 
 
-def test_metrics_as_json_are_those_of_prometheus(call: Call) -> None:
+def test_metrics_as_json_are_those_of_prometheus(app: FastAPI) -> None:
+    call = partial(send_to, app)
     text = call("GET", "/metrics").text
     names = {line.split("{")[0].split(" ")[0] for line in text.splitlines() if not line.startswith("#")}
     found = call("GET", "/v1/metrics").json()["metrics"]

@@ -4,12 +4,15 @@ import json
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import httpx
 import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
+
+from tests.server.conftest import send_to
 
 Call = Callable[..., httpx.Response]
 
@@ -169,7 +172,8 @@ def test_an_aborted_answer_is_incomplete_without_a_reason(app: FastAPI, engine: 
     assert (answer["status"], answer["incomplete_details"]) == ("incomplete", None)
 
 
-def test_a_user_stays_on_one_side_of_a_split(call: Call, engine: Any) -> None:
+def test_a_user_stays_on_one_side_of_a_split(app: FastAPI, engine: Any) -> None:
+    call = partial(send_to, app)
     call("PUT", "/v1/splits/policy", json={"weights": {"policy@2": 1, "policy@3": 1}})
     for stream in (False, True) * 3:
         body = {"model": "policy", "input": "hello", "max_output_tokens": 5, "user": "a", "stream": stream}

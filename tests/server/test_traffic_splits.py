@@ -1,19 +1,27 @@
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import httpx
 import pytest
+from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from parallm.errors import UnknownModel
 from parallm.server.control.traffic_splits import TrafficSplits
 from parallm.types import AdapterCard, GenerationRequest, SamplingParams
-from tests.server.conftest import make_app
+from tests.server.conftest import make_app, send_to
 
 Call = Callable[..., httpx.Response]
 REQUEST = GenerationRequest(request_id="r", prompt_tokens=(1,), sampling=SamplingParams(max_tokens=1), model="policy")
+
+
+@pytest.fixture
+def call(app: FastAPI) -> Call:
+    """Of an application of its own, which has no splits and no rewards yet."""
+    return partial(send_to, app)
 
 
 def test_measured_shares_are_within_two_points_of_the_weights(app: Any) -> None:

@@ -22,15 +22,15 @@ Combine = Callable[[Sequence[float]], float]
 GAIN, STILL, ROUGHLY_STILL = Bar(min=0.2), Bar(min=-0.05, max=0.05), Bar(min=-0.1, max=0.1)
 
 
-def give(name: str, path: str, minutes: float, *bars: Mapping[str, Bar], **combine: Combine) -> None:
-    """The tests at `path` give the figures NAME.*.
+def give(name: str, path: str, minutes: float, *bars: Mapping[str, Bar], marks: str = "", **combine: Combine) -> None:
+    """The tests at `path`, or those of them with these markers, give the figures NAME.*.
 
     A figure that several of them record is their sum, or what `combine` makes of it, by the last part of its name.
     """
     own = {name: bar for part in bars for name, bar in part.items()}
 
     def run(request: Request) -> Figures:
-        figures, outcomes = run_tests(ROOT / "tests" / path, request, combine)
+        figures, outcomes = run_tests(ROOT / "tests" / path, request, combine, marks)
         if f"{name}.checks_total" in own:
             figures |= {f"{name}.checks_{kind}": outcomes.count(kind) for kind in ("passed", "failed")}
             figures[f"{name}.checks_total"] = outcomes.count("passed") + outcomes.count("failed")
@@ -40,11 +40,23 @@ def give(name: str, path: str, minutes: float, *bars: Mapping[str, Bar], **combi
     measurement(own, minutes=minutes)(run)
 
 
-def run_tests(path: Path, request: Request, combine: Mapping[str, Combine]) -> tuple[Figures, list[str]]:
+def run_tests(
+    path: Path, request: Request, combine: Mapping[str, Combine], marks: str = ""
+) -> tuple[Figures, list[str]]:
     """The figures that tests have recorded, and how each has ended: passed, failed or skipped."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-q", "-m", "", "-o", "junit_family=xunit1", f"--junitxml={report}"]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-m",
+            marks,
+            "-o",
+            "junit_family=xunit1",
+            f"--junitxml={report}",
+        ]
         subprocess.run([*command, str(path)], cwd=ROOT, env=clean_environment() | settings(request), check=False)
         cases = list(ElementTree.parse(report).iter("testcase"))
     values: dict[str, list[float]] = defaultdict(list)
@@ -79,6 +91,7 @@ def zero(*names: str) -> dict[str, Bar]:
     return dict.fromkeys(names, Bar(max=0))
 
 
+give("slow", "", 25, {"slow.checks_total": Bar(min=60)}, zero("slow.checks_failed"), marks="slow")
 give(
     "intervals",
     "rollout/test_interval_coverage.py",

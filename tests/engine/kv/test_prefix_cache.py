@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import mlx.core as mx
@@ -99,9 +100,19 @@ def play(engine: Engine, events: list[TokenEvent], *requests: GenerationRequest)
     return [event.completion for event in events if event.completion is not None]
 
 
+ALWAYS = {("llama", False), ("llama", True), ("gemma3_text", True), ("gpt2", False)}
+"""Architectures, and whether scheduling is asynchronous: the others differ from these in what no cache sees."""
+ARCHITECTURES = ("llama", "qwen3", "gemma", "gemma3_text", "phi3", "olmo2", "granite", "gpt2")
+
+
 @needs_strict
-@pytest.mark.parametrize("async_scheduling", [False, True])
-@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma", "gemma3_text", "phi3", "olmo2", "granite", "gpt2"])
+@pytest.mark.parametrize(
+    ("architecture", "async_scheduling"),
+    [
+        pytest.param(*case, marks=() if case in ALWAYS else pytest.mark.slow)
+        for case in product(ARCHITECTURES, (False, True))
+    ],
+)
 def test_what_is_known_is_not_computed_and_nobody_gets_other_bits(
     architecture: str, async_scheduling: bool, load_tiny: LoadTiny, ask: Ask, make_engine: MakeEngine
 ) -> None:

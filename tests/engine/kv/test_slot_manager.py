@@ -138,8 +138,15 @@ def check(found: Mapping[tuple[str, int], Completion], expected: Mapping[tuple[s
         assert np.abs(np.array(one.logprobs) - np.array(expected[name].logprobs)).max() <= 1e-4
 
 
-@pytest.mark.parametrize("async_scheduling", [False, True], ids=["in rotations", "ahead"])
-@pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
+@pytest.mark.parametrize(
+    ("architecture", "async_scheduling"),
+    [
+        ("llama", True),
+        ("gemma3_text", False),
+        pytest.param("llama", False, marks=pytest.mark.slow),
+        pytest.param("gemma3_text", True, marks=pytest.mark.slow),
+    ],
+)
 def test_rows_that_keep_their_slots_get_the_same_tokens(
     architecture: str,
     async_scheduling: bool,
@@ -172,7 +179,12 @@ def test_rows_that_keep_their_slots_get_the_same_tokens(
 
 @pytest.mark.cpu
 @pytest.mark.parametrize(  # some let the rows of only one stream join at once
-    ("num_positions", "preempted"), [(400, 3), (440, 5), (450, 5), (460, 5), (480, 3), (490, 3)]
+    ("num_positions", "preempted"),
+    [
+        (400, 3),
+        (450, 5),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((440, 5), (460, 5), (480, 3), (490, 3))),
+    ],
 )
 def test_rows_that_keep_their_slots_get_the_same_tokens_where_memory_is_short(
     num_positions: int,

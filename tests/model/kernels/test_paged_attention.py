@@ -144,8 +144,14 @@ def on_cpu(kernels: CpuKernels, monkeypatch: pytest.MonkeyPatch) -> CpuKernels:
 
 
 @needs_compiler
-@pytest.mark.parametrize("processors", [1, 4])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "processors"),
+    [  # every form with one of the two: the compiler takes a second for each
+        pytest.param(name, processors, marks=() if place % 2 == number else pytest.mark.slow)
+        for place, name in enumerate(CASES)
+        for number, processors in enumerate((1, 4))
+    ],
+)
 def test_threads_compute_what_plain_indexing_does(
     name: str, processors: int, on_cpu: CpuKernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,16 +169,21 @@ def test_threads_compute_what_plain_indexing_does(
 @pytest.mark.parametrize(
     "mutation",
     [
-        ("wait_copies<STAGES - 2>", "wait_copies<STAGES - 1>"),
         ("if (at > length || at < low)", "if (at > length)"),
-        ("position < newest);\n    }", "true);\n    }"),
-        ("__syncthreads();\n    // The row's pages", "__syncwarp();\n    // The row's pages"),
         ("__syncthreads();  // all warps have", "// all warps have"),
-        ("(of == first_share && row_begin > of * of_share)", "0"),
         ("s <= last_share; s++) {", "s < last_share; s++) {"),
-        ("most = base;", ""),
-        ("== most;  // which", "== 0;  // which"),
-        ("ahead.x != copied_row", "copied_row < 0"),
+        *(
+            pytest.param(mutation, marks=pytest.mark.slow)
+            for mutation in (
+                ("wait_copies<STAGES - 2>", "wait_copies<STAGES - 1>"),
+                ("position < newest);\n    }", "true);\n    }"),
+                ("__syncthreads();\n    // The row's pages", "__syncwarp();\n    // The row's pages"),
+                ("(of == first_share && row_begin > of * of_share)", "0"),
+                ("most = base;", ""),
+                ("== most;  // which", "== 0;  // which"),
+                ("ahead.x != copied_row", "copied_row < 0"),
+            )
+        ),
     ],
 )
 def test_a_wrong_line_is_found(mutation: tuple[str, str], on_cpu: CpuKernels, monkeypatch: pytest.MonkeyPatch) -> None:
