@@ -84,8 +84,12 @@ MUTATIONS = {
 }
 
 
+MUTANTS = [pytest.param(name, marks=[pytest.mark.slow] if place >= 3 else []) for place, name in enumerate(MUTATIONS)]
+"""Each compiles a kernel for a CPU; all but the first ones are slow."""
+
+
 @pytest.mark.cpu
-@pytest.mark.parametrize("name", MUTATIONS)
+@pytest.mark.parametrize("name", MUTANTS)
 def test_a_wrong_line_is_found(name: str, kernels: CpuKernels, monkeypatch: pytest.MonkeyPatch) -> None:
     kernels.mutation = ("chunk_scan", *MUTATIONS[name])
     largest = max(errors(monkeypatch, is_by_channel=False))

@@ -180,8 +180,12 @@ MUTATIONS = {
 }
 
 
+MUTANTS = [pytest.param(name, marks=[pytest.mark.slow] if place >= 4 else []) for place, name in enumerate(MUTATIONS)]
+"""Each compiles a kernel for a CPU; all but the first ones are slow."""
+
+
 @pytest.mark.cpu
-@pytest.mark.parametrize("name", MUTATIONS)
+@pytest.mark.parametrize("name", MUTANTS)
 def test_a_wrong_line_is_found(name: str, kernels: CpuKernels) -> None:
     kernels.mutation = ("gated_delta_step", *MUTATIONS[name])
     one = given(SIZES["grouped key heads"], mx.float32)
