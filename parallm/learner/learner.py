@@ -3,12 +3,15 @@
 The learner owns the trained adapter and its optimizer, and knows nothing of serving.
 """
 
+import atexit
 import math
+import threading
 import time
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import mlx.core as mx
@@ -35,6 +38,7 @@ from parallm.types import TrajectoryGroup
 
 Built = TypeVar("Built")
 LAST_PARTS = 2
+END_SECONDS = 5.0
 Unit = Future[Any] | None
 """What an update yields after a unit of work: None, or a future that it waits for (see `DeviceThread.iterate`)."""
 
@@ -48,7 +52,7 @@ class GraphBuilder:
 
     def __init__(self, stream: mx.Stream) -> None:
         # MLX gives each thread its own streams, which only that thread may evaluate
-        self._pool = ThreadPoolExecutor(1, "builder", initializer=mx.set_default_stream, initargs=(stream,))
+        self._pool = ThreadPoolExecutor(1, "builder", initializer=_begin_builder, initargs=(stream,))
 
     def build_during(self, build: Callable[[], Built], launch: Callable[[], object]) -> Built:
         """Run `build` at the same time as `launch`; return its result when both have ended."""
@@ -58,6 +62,23 @@ class GraphBuilder:
         finally:
             wait([built])
         return built.result()
+
+
+def _begin_builder(stream: mx.Stream) -> None:
+    """Prepare the present thread, and let the process end only after it.
+
+    What MLX has compiled in a thread is freed as the thread ends, after Python has joined it. That needs the
+    interpreter: without it the process would abort.
+    """
+    mx.set_default_stream(stream)
+    atexit.register(_wait_for_end, threading.get_native_id())
+
+
+def _wait_for_end(native_id: int) -> None:
+    """Wait for the end of a thread that Python has joined, up to `END_SECONDS`; on Linux, elsewhere not at all."""
+    task, last = Path(f"/proc/self/task/{native_id}"), time.monotonic() + END_SECONDS
+    while task.exists() and time.monotonic() < last:
+        time.sleep(0.001)
 
 
 @dataclass(slots=True)

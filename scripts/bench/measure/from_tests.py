@@ -103,8 +103,9 @@ EXACT_PACKINGS = {"hybrid.packings_exact": Bar(min=200), "hybrid.packings_worst_
 give("hybrid_families", "engine/test_hybrids.py", 6, {"hybrid.families_exact": Bar(min=21)})
 give("hybrid_packings", "learner/passes/test_hybrids.py", 4, EXACT_PACKINGS, packings_worst_error=max)
 REFERENCES = {"hybrid.reference_logits_error": Bar(max=1e-3), "hybrid.reference_gradients_error": Bar(max=1e-3)}
-HYBRID = {"hybrid.learning_accuracy": Bar(min=0.85), "hybrid.learning_control_gain": Bar(min=-0.02, max=0.02)}
-give("hybrid_learning", "learning/test_hybrid.py", 30, HYBRID)
+LEARNING = {f"{name}.learning_accuracy": Bar(min=0.85) for name in ("hybrid", "experts")}
+CONTROL = {f"{name}.learning_control_gain": Bar(min=-0.02, max=0.02) for name in ("hybrid", "experts")}
+give("grown_learning", "learning/test_grown_models.py", 20, LEARNING, CONTROL)
 WORST = {"reference_logits_error": max, "reference_gradients_error": max}
 give("hybrid_references", "learner/hybrids/test_references.py", 0.2, REFERENCES, **WORST)
 PACE = {"episodes.vs_lock_step": Bar(min=2.5), "episodes.steps_vs_lock_step": Bar(min=1.5)}
