@@ -57,6 +57,7 @@ REASONS = {
     "cli/configuration.py": "a command of the program",
     "log_files.py": "a handler with a life of its own",
     "jobs/retries.py": "a clock of its own",
+    "device/thread_end.py": "acts as the process ends",
     "integrations/atropos/environment_host.py": "runs in the process of an environment",
     "model/kernels/unit_lower_inverse.py": "the Python face of a kernel",
 }

@@ -3,21 +3,19 @@
 The learner owns the trained adapter and its optimizer, and knows nothing of serving.
 """
 
-import atexit
 import math
-import threading
 import time
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import mlx.core as mx
 import numpy as np
 
 from parallm.device.streams import DeviceStreams
+from parallm.device.thread_end import end_before_process
 from parallm.learner.adapter_learner import AdapterLearner, OptimizerStep, with_change
 from parallm.learner.faults import Faults
 from parallm.learner.look import Look
@@ -38,7 +36,6 @@ from parallm.types import TrajectoryGroup
 
 Built = TypeVar("Built")
 LAST_PARTS = 2
-END_SECONDS = 5.0
 Unit = Future[Any] | None
 """What an update yields after a unit of work: None, or a future that it waits for (see `DeviceThread.iterate`)."""
 
@@ -65,20 +62,8 @@ class GraphBuilder:
 
 
 def _begin_builder(stream: mx.Stream) -> None:
-    """Prepare the present thread, and let the process end only after it.
-
-    What MLX has compiled in a thread is freed as the thread ends, after Python has joined it. That needs the
-    interpreter: without it the process would abort.
-    """
     mx.set_default_stream(stream)
-    atexit.register(_wait_for_end, threading.get_native_id())
-
-
-def _wait_for_end(native_id: int) -> None:
-    """Wait for the end of a thread that Python has joined, up to `END_SECONDS`; on Linux, elsewhere not at all."""
-    task, last = Path(f"/proc/self/task/{native_id}"), time.monotonic() + END_SECONDS
-    while task.exists() and time.monotonic() < last:
-        time.sleep(0.001)
+    end_before_process()
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ SIZES = (16, 32, 64)  # of chunks
 THREADS = 64  # of a block
 
 Gates = tuple[mx.array, mx.array, mx.array]
-"""Of a chunk up to each token (.., C, 1), after each token (.., C, 1), and between two tokens (.., C, C)."""
+"""Gates of a chunk up to each token (.., C, 1), after each token (.., C, 1), and between two tokens (.., C, C)."""
 
 
 def fits(log_a: mx.array) -> bool:

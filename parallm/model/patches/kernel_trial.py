@@ -24,7 +24,7 @@ ROWS = PackedRows([Row(0, 70), Row(70, 90, after=0), Row(160, 32, after=0)], 192
 NUM_ROWS, HEADS, KEY_HEADS, SIZE = 3, 4, 2, 128
 CHANNELS, WIDTH = 64, 4
 MAX_ERROR = 1e-3
-"""Of the largest number of an array. float32 leaves 1e-5; tensor cores that round products to TF32 leave 3e-4."""
+"""The largest difference over the largest number of an array. float32 leaves 1e-5, products of TF32 3e-4."""
 
 Arrays = list[mx.array]
 
@@ -86,8 +86,8 @@ def _chunks() -> tuple[Arrays, Arrays]:
     v, weights = (_normal(seed, tokens, HEADS, SIZE) for seed in (3, 4))
     log_a, b = -mx.abs(_normal(5, tokens, HEADS)), mx.sigmoid(_normal(6, tokens, HEADS))
 
-    def total(*arrays: mx.array) -> mx.array:
-        outputs, last = gated_delta(*arrays, None, ROWS)
+    def total(q: mx.array, k: mx.array, v: mx.array, log_a: mx.array, b: mx.array) -> mx.array:
+        outputs, last = gated_delta(q, k, v, log_a, b, None, ROWS)
         return (outputs * weights).sum() + last.sum()
 
     return _both_ways(total, [q, k, v, log_a, b])
@@ -116,8 +116,8 @@ def _steps() -> tuple[Arrays, Arrays]:
     gates = Gates(a=a, b=b, A_log=A_log, dt_bias=dt_bias, lower_bound=None, allow_neg_eigval=False)
     found = step_by_kernel(q, k, v, gates, state)
     decay = mx.exp(-mx.exp(A_log) * mx.logaddexp(a[:, 0] + dt_bias, 0))
-    of_heads = (mx.repeat(one[:, 0], HEADS // KEY_HEADS, axis=1) for one in (q, k))
-    outputs, last = gated_delta_step(*of_heads, v[:, 0], decay, mx.sigmoid(b[:, 0]), state)
+    queries, keys = (mx.repeat(one[:, 0], HEADS // KEY_HEADS, axis=1) for one in (q, k))
+    outputs, last = gated_delta_step(queries, keys, v[:, 0], decay, mx.sigmoid(b[:, 0]), state)
     x, before = _normal(18, NUM_ROWS, 1, CHANNELS), _normal(19, NUM_ROWS, WIDTH - 1, CHANNELS)
     weight = _normal(20, CHANNELS, WIDTH, 1)
     window = mx.concatenate([before, x], axis=1)

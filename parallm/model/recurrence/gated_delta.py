@@ -131,7 +131,7 @@ def inverse_unit_lower(products: mx.array) -> mx.array:
 
 @cache
 def _corners(size: int) -> tuple[mx.array, ...]:
-    """Of pairs of blocks of 1, 2, 4 .. tokens on the diagonal, the corner below both, (C, C)."""
+    """The corners (C, C) below both blocks of each pair of 1, 2, 4 .. tokens on the diagonal."""
     places = np.arange(size)
     corners = []
     block = 1

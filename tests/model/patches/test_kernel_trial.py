@@ -31,7 +31,7 @@ def is_on(compiled: CpuKernels, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cal
     """Whether the kernels are on after a trial."""
     compiled.mutation = "", "", ""
     if not on_cuda():
-        monkeypatch.setattr(recurrent.cuda, "has_kernels", lambda: True)
+        monkeypatch.setattr("parallm.model.kernels.cuda.has_kernels", lambda: True)
         monkeypatch.setattr(kernel_trial, "SIZE", 32)
         for module in KERNELS:
             monkeypatch.setattr(module, "kernel", compiled)
