@@ -1,6 +1,7 @@
 """Clients that open connections and send little or nothing on them, with real sockets."""
 
 import asyncio
+import gc
 import json
 import logging
 import resource
@@ -232,3 +233,25 @@ def test_a_limit_that_the_open_files_do_not_allow_is_refused(monkeypatch: pytest
     assert connection_limit(ServerSettings(max_connections=600 - FILES_FOR_OTHERS)) == 344
     with pytest.raises(ListenError, match=r"server.max_connections=345 needs 601 open files.*have 600.*=344"):
         bind(ServerSettings(port=0, max_connections=345))
+
+
+@pytest.mark.parametrize("turns", range(5))
+def test_a_connection_that_comes_as_the_server_ends_is_closed(app: FastAPI, turns: int) -> None:
+    """A turn of the event loop lies between the arrival of a connection, its acceptance, and its first callback."""
+
+    async def run() -> None:
+        server = HttpServer(app, bind(ServerSettings(port=0)), ServerSettings(port=0, drain_seconds=0))
+        await server.start()
+        port = urlsplit(server.url).port
+        with socket.create_connection(("127.0.0.1", port or 0)):
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            accepting = server._server._connections
+            assert accepting is not None
+            accepting.cancel()
+            await asyncio.gather(accepting, return_exceptions=True)
+            server._server._connections = None
+        await server.stop()
+
+    asyncio.run(run())
+    gc.collect()  # a socket that nobody closed warns as it is freed

@@ -158,17 +158,20 @@ class Connections:
                 connection.opening.cancel()
 
     async def _accept(self, listener: BoundSocket) -> None:
-        loop = asyncio.get_running_loop()
         number, is_unix = 0, listener.path is not None
         while True:
             try:
-                accepted, _ = await loop.sock_accept(listener.socket)
+                accepted, _ = listener.socket.accept()
+            except BlockingIOError:
+                await _readable(listener.socket)
+                continue
             except ConnectionAbortedError:
                 continue
             except OSError as error:  # no file is left: other parts of the process have them, since ours are bounded
                 self._warn(f"no connection can be accepted: {error}")
                 await asyncio.sleep(SECONDS_BETWEEN_SWEEPS)
                 continue
+            accepted.setblocking(False)
             self._add(accepted, is_unix=is_unix)
             number += 1
             if number % ACCEPTED_AT_ONCE == 0:
@@ -230,6 +233,17 @@ class Connections:
         if now - self._last_warning > SECONDS_BETWEEN_WARNINGS:
             self._last_warning = now
             logger.warning("%s", message)
+
+
+async def _readable(listener: socket.socket) -> None:
+    """Wait for a connection, without taking it: `sock_accept` would lose one that comes as its task is cancelled."""
+    loop = asyncio.get_running_loop()
+    ready: asyncio.Future[None] = loop.create_future()
+    loop.add_reader(listener, lambda: None if ready.done() else ready.set_result(None))
+    try:
+        await ready
+    finally:
+        loop.remove_reader(listener)
 
 
 def _refuse(accepted: socket.socket, *, is_plain: bool) -> None:
