@@ -28,7 +28,7 @@ from parallm.model.kernels.recurrent import has_kernels
 from parallm.model.patches.forward import origin_of, set_origin
 
 UNIT_EPS = 1e-6
-"""What the two layers add to the sum of squares of a query or key."""
+"""Added to the sum of squares of a query or key in both layers."""
 
 mlx_lm_normalize_qk = mlx_lm_gated_delta.normalize_qk
 
@@ -39,7 +39,7 @@ Step = tuple[mx.array, mx.array]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Projected:
-    """What a layer computes of a token before it mixes tokens."""
+    """The projections of a token, before a layer mixes tokens."""
 
     qkv_B1C: mx.array
     z_B1HD: mx.array

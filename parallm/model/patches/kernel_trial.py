@@ -1,7 +1,7 @@
 """Compares the kernels of recurrent layers with the operations that they stand for, once in a process.
 
-A GPU, driver or compiler that nobody has tried may compute something else; a run would learn from it for hours. So
-small layers are computed both ways, forward and backward, and a difference turns the kernels off.
+The kernels have run on few GPUs, drivers and compilers, and a run would learn from wrong numbers for hours. So small
+layers are computed both ways, forward and backward, and a difference turns the kernels off.
 
 Axes: M tokens, B rows, H heads, D head size, C channels.
 """
@@ -23,8 +23,9 @@ from parallm.model.recurrence.short_conv import ShortConv, short_conv
 ROWS = PackedRows([Row(0, 70), Row(70, 90, after=0), Row(160, 32, after=0)], 192)
 NUM_ROWS, HEADS, KEY_HEADS, SIZE = 3, 4, 2, 128
 CHANNELS, WIDTH = 64, 4
-MAX_ERROR = 1e-3
-"""The largest difference over the largest number of an array. float32 leaves 1e-5, products of TF32 3e-4."""
+MAX_ERROR = 5e-3
+"""The largest difference over the largest number of an array. Products of float32 on tensor cores round to TF32, 5e-4
+each, and several follow each other; a kernel that computes something else leaves 0.1 and more."""
 
 Arrays = list[mx.array]
 
@@ -40,7 +41,7 @@ def try_kernels() -> None:
         try:
             found, expected = trial()
             error = max(map(_error, found, expected))
-        except Exception as failure:  # noqa: BLE001  # whatever a GPU that nobody has tried does
+        except Exception as failure:  # noqa: BLE001  # any failure means that the operations are used
             logger.warning("kernels of recurrent layers are off, and hybrids take longer: %s: %s", name, failure)
             recurrent.turn_off()
             return
