@@ -18,11 +18,6 @@ LAYOUT = [(40, None), (33, 0), (7, 0), (64, None), (1, 3), (70, 3), (5, None), (
 """Lengths, and the row that each continues."""
 
 
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> CpuKernels:
-    return CpuKernels(tmp_path_factory.mktemp("kernels"))
-
-
 @pytest.fixture
 def kernels(compiled: CpuKernels, monkeypatch: pytest.MonkeyPatch) -> CpuKernels:
     compiled.mutation = "", "", ""

@@ -35,11 +35,6 @@ DTYPES = [mx.float32, mx.bfloat16 if on_cuda() else mx.float16]
 Arrays = tuple[mx.array, mx.array]
 
 
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> CpuKernels:
-    return CpuKernels(tmp_path_factory.mktemp("kernels"))
-
-
 @pytest.fixture
 def kernels(compiled: CpuKernels, monkeypatch: pytest.MonkeyPatch) -> CpuKernels:
     compiled.mutation = "", "", ""
