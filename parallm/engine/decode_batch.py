@@ -299,11 +299,12 @@ class DecodeBatchFactory:
     def __init__(self, model: SharedModel, cost: KvCost) -> None:
         self._model = model
         self._cost = cost
-        self._is_batched = model.is_batch_invariant or shares_steps(model)
-        self._compiled = CompiledForward(model) if self._is_batched and on_cuda() else None
+        self.is_batched = model.is_batch_invariant or shares_steps(model)
+        """Whether sequences share a forward."""
+        self._compiled = CompiledForward(model) if self.is_batched and on_cuda() else None
 
     def __call__(self) -> SlotDecodeBatch | SequentialDecodeBatch:
-        if not self._is_batched:
+        if not self.is_batched:
             return SequentialDecodeBatch(self._model, self._cost)
         return SlotDecodeBatch(self._model, self._cost, compiled=self._compiled)
 

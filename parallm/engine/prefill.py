@@ -74,7 +74,8 @@ class Prefill:
         self._chunk = chunk_tokens(settings)
         self._is_servable = is_servable
         self._uses_cache = settings.prefix_cache and model.is_batch_invariant
-        self.max_positions = self._chunk if on_cuda() and (model.is_batch_invariant or pads_prompts(model)) else 0
+        are_rows = memory.make_batch.is_batched and on_cuda() and (model.is_batch_invariant or pads_prompts(model))
+        self.max_positions = self._chunk if are_rows else 0
         """Positions of one forward over several jobs; 0: each job is computed alone."""
 
     @property

@@ -229,6 +229,16 @@ def test_a_trial_says_whether_prompts_share_a_forward(
     assert not state_trial.pads_prompts(model)
 
 
+def test_prompts_of_rows_that_run_alone_are_computed_alone(
+    load_tiny: LoadTiny, prompts: list[list[int]], ask: Ask, complete: Complete, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, requests = load_tiny("qwen3_5"), ragged(ask, prompts)[:4]
+    monkeypatch.setattr("parallm.engine.prefill.on_cuda", lambda: True)
+    together = complete(model, requests)
+    monkeypatch.setattr("parallm.engine.decode_batch.shares_steps", lambda _: False)
+    check(complete(model, requests), together, is_exact=False)
+
+
 def run(
     make_engine: MakeEngine, model: SharedModel, requests: Sequence[GenerationRequest], settings: EngineSettings
 ) -> tuple[dict[str, list[Completion]], Engine]:

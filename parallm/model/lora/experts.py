@@ -19,6 +19,9 @@ from parallm.model.patches.experts import SortedExperts
 from parallm.model.patches.forward import origin_of
 
 Targets = tuple[str, ...]
+MAX_UNSORTED = 65_535
+"""Rows of a product that are not sorted by their experts. MLX's CUDA build makes each a place on an axis of a grid that
+ends there; sorted ones are groups, for which there is no such limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +33,11 @@ class Routing:
 
     def product(self, x: mx.array, weights_EIO: mx.array) -> mx.array:
         """Rows `x` (.., 1, I) times the weights of their experts, (.., 1, O)."""
-        return mx.gather_mm(x, weights_EIO, rhs_indices=self.experts, sorted_indices=self.is_sorted)
+        if self.is_sorted or self.experts.shape[0] <= MAX_UNSORTED:
+            return mx.gather_mm(x, weights_EIO, rhs_indices=self.experts, sorted_indices=self.is_sorted)
+        cuts = [*range(MAX_UNSORTED, self.experts.shape[0], MAX_UNSORTED)]
+        parts = zip(mx.split(x, cuts), mx.split(self.experts, cuts), strict=True)
+        return mx.concatenate([mx.gather_mm(rows, weights_EIO, rhs_indices=experts) for rows, experts in parts])
 
     def versions(self, index_B: mx.array) -> mx.array:
         """The version `index_B` of each row's sequence, of a shape that broadcasts with `experts`."""
@@ -90,8 +97,10 @@ class ExpertLora:
             hidden = self.groups[target].product(target, x, routing.product)
             return y + routing.product(hidden, b_ERO).astype(y.dtype)
         versions = routing.versions(index_B)
-        num_experts = b_ERO.shape[0] // self.num_versions
-        own = Routing(experts=mx.maximum(versions, 0) * num_experts + routing.experts, is_sorted=False)
+        own = routing
+        if self.num_versions > 1:
+            num_experts = b_ERO.shape[0] // self.num_versions
+            own = Routing(experts=mx.maximum(versions, 0) * num_experts + routing.experts, is_sorted=False)
         hidden = self.groups[target].product(target, x, own.product)
         # not times 0: another version's product with a row may be infinite
         return mx.where((versions >= 0)[..., None, None], y + own.product(hidden, b_ERO).astype(y.dtype), y)

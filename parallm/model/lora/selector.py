@@ -22,6 +22,7 @@ from typing import TypeVar
 
 import mlx.core as mx
 import numpy as np
+import numpy.typing as npt
 
 from parallm.model.adapters.adapter import Adapter, Key
 from parallm.model.kernels.cuda import on_cuda
@@ -97,7 +98,7 @@ class LoraSelector:
         weights, index = packed
         index_S = [NO_ADAPTER if adapter is None else index[adapter.key] for adapter in adapters_S]
         index_M = np.repeat(np.array(index_S, np.int32), lengths_S)
-        rows = mx.array(index_M) if weights.experts else None
+        rows = _index_of_rows(index_M, weights)
         return SegmentedLora(weights=weights, order_B2=order_tokens(index_M), index_B=rows, is_flat=True)
 
     def _select(self, adapters_B: Sequence[Adapter | None]) -> LoraBinding | None:
@@ -224,7 +225,7 @@ def _cached(cache: OrderedDict[CacheKey, Value], key: CacheKey, size: int, make:
     return cache[key]
 
 
-def _index_of_rows(index_B: Sequence[int], weights: PackedLora) -> mx.array | None:
+def _index_of_rows(index_B: Sequence[int] | npt.NDArray[np.int32], weights: PackedLora) -> mx.array | None:
     """The versions of rows as experts read them; None where there are none to choose."""
     if not weights.experts or (weights.num_versions == 1 and NO_ADAPTER not in index_B):
         return None

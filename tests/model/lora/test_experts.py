@@ -80,6 +80,29 @@ def test_rows_get_the_products_of_their_own_versions(is_sorted: bool, chosen_ver
     assert not mx.allclose(made, other, rtol=1e-2, atol=1e-2).item()
 
 
+def test_products_of_many_rows_are_computed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = [weights(1), weights(2)]
+    x, experts = rows(9)
+    wide, indices, _ = sort_by_expert(x[:, :, None, None], experts)
+    routing, y = Routing(experts=indices, is_sorted=True), mx.zeros((*indices.shape, 1, OUTPUTS))
+    index_B = mx.array([0, 1])
+    whole = stack_experts(versions).apply("layer", wide, y, routing, index_B)
+    monkeypatch.setattr("parallm.model.lora.experts.MAX_UNSORTED", 7)
+    assert mx.array_equal(stack_experts(versions).apply("layer", wide, y, routing, index_B), whole).item()
+
+
+def test_rows_of_one_version_stay_sorted(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, experts = rows(9)
+    wide, indices, _ = sort_by_expert(x[:, :, None, None], experts)
+    orders: list[bool] = []
+    product = Routing.product
+    monkeypatch.setattr(Routing, "product", lambda self, *given: orders.append(self.is_sorted) or product(self, *given))
+    y = mx.zeros((*indices.shape, 1, OUTPUTS))
+    for versions in ([weights(1)], [weights(1), weights(2)]):
+        stack_experts(versions).apply("layer", wide, y, Routing(experts=indices, is_sorted=True), mx.array([0, -1]))
+    assert orders == [True, True, False, False]
+
+
 def test_an_infinite_version_does_not_reach_other_rows() -> None:
     broken = expert_lora(
         {"layer": mx.full((NUM_EXPERTS, INPUTS, RANK), 3e38)}, {"layer": mx.ones((NUM_EXPERTS, RANK, OUTPUTS))}, ()
