@@ -15,7 +15,7 @@ from parallm.model.adapters.fuse import fuse
 from parallm.model.load import load_base, load_shared_model
 from parallm.model.lora.concatenated import concatenate_loras
 from parallm.model.lora.dora import lora_scaling
-from parallm.model.lora.experts import ExpertLora, Routing, expert_lora, stack_experts
+from parallm.model.lora.experts import ExpertLora, Routing, expert_lora, expert_rank, stack_experts
 from parallm.model.lora.linear import LoraBinding
 from parallm.model.lora.segmented import PackedLayout, PackedLora, SegmentedLora, order_rows
 from parallm.model.lora.selector import LoraSelector, training_lora
@@ -25,7 +25,7 @@ from parallm.model.settings import LoraSettings, ModelSettings
 from parallm.model.shared_model import SharedModel
 
 EVERYTHING = ("all-linear", "experts")
-NUM_EXPERTS, INPUTS, OUTPUTS, RANK = 4, 16, 24, 3
+NUM_EXPERTS, INPUTS, OUTPUTS, RANK = 4, 16, 24, expert_rank(3)
 LONG = mx.arange(48)[None] * 7 % 380  # more than the 64 rows from which on mlx-lm sorts
 SHORT = mx.array([[5, 9, 17, 33, 65]])
 
@@ -63,7 +63,7 @@ def by_hand(x: mx.array, experts: mx.array, versions: Sequence[ExpertLora | None
 @pytest.mark.parametrize("is_sorted", [False, True])
 @pytest.mark.parametrize("chosen_versions", [(0, 0), (0, 1), (1, 0), (-1, 1), (1, -1)])
 def test_rows_get_the_products_of_their_own_versions(is_sorted: bool, chosen_versions: tuple[int, int]) -> None:
-    versions = [weights(1), weights(2, rank=5)]
+    versions = [weights(1), weights(2, rank=expert_rank(9))]
     x, experts = rows(9)
     stacked = stack_experts(versions)
     index_B = mx.array(chosen_versions)
