@@ -311,7 +311,7 @@ class Batches:
             for key, name in (("output_file_id", OUTPUT), ("error_file_id", ERRORS))
             if (folder / name).exists() and (folder / name).stat().st_size
         }
-        now = int(self._clock())
+        batch, now = self._table.get(batch.id), int(self._clock())  # it may have been cancelled meanwhile
         expired = {"expired_at": now} if is_expired and batch.status == "in_progress" else {}
         await self._hand_over(self._put(self._with(batch, progress), "finalizing", finalizing_at=now, **ids, **expired))
 

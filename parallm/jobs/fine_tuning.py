@@ -31,6 +31,7 @@ from parallm.jobs.records import (
 )
 from parallm.jobs.store import JobStore, Page
 from parallm.jobs.training_files import read_problems, write_demonstrations
+from parallm.metrics.json_lines import write_whole
 
 TRAIN, HELD_OUT = "train.jsonl", "held_out.jsonl"
 COLUMNS = ("step", "train_loss", "train_mean_reward", "valid_loss", "valid_mean_reward", "valid_accuracy")
@@ -162,8 +163,9 @@ class FineTuning:
         job = self._open(name, owner, "pause")
         if job.status == "paused":
             raise InvalidRequest(f"{job.id} is paused already", "fine_tuning_job_id")
-        job = self._rows.put(job, "paused", estimated_finish=None)
-        self._rows.tell(job.id, new_id("paused-"), "The job was paused")
+        with self._rows.changing():
+            job = self._rows.put(job, "paused", estimated_finish=None)
+            self._rows.tell(job.id, new_id("paused-"), "The job was paused")
         self._stop(job.id)
         return job
 
@@ -173,8 +175,9 @@ class FineTuning:
         if job.status != "paused":
             raise InvalidRequest(f"{job.id} is {job.status}, not paused", "fine_tuning_job_id")
         # its files are checked again, since it may have been paused before they were
-        job = self._rows.put(job, "validating_files")
-        self._rows.tell(job.id, new_id("resumed-"), "The job was resumed")
+        with self._rows.changing():
+            job = self._rows.put(job, "validating_files")
+            self._rows.tell(job.id, new_id("resumed-"), "The job was resumed")
         self._changed.set()
         return job
 
@@ -262,13 +265,19 @@ class FineTuning:
             self._fail(job, "invalid_training_file", f"its file is gone: {missing}", "training_file")
             return
         attempts = order.folder / ATTEMPTS
-        num_saved = len(self._rows.checkpoints.all((job.id,)))
-        if not await asyncio.to_thread(_note_attempt, attempts, num_saved):
-            message = f"{MAX_ATTEMPTS} processes have ended in this job since its checkpoint {num_saved}; see the log"
+        step = self._rows.saved_step(job.id)
+        may_begin = await asyncio.to_thread(_note_attempt, attempts, step)
+        job = self._rows.jobs.get(job.id)
+        if job.status not in ("queued", "running"):  # cancelled or paused meanwhile
+            await asyncio.to_thread(attempts.unlink, missing_ok=True)
+            return
+        if not may_begin:
+            message = f"{MAX_ATTEMPTS} processes ended in this job since its checkpoint of step {step}; see the log"
             self._fail(job, "server_error", message, None)
             return
-        self._rows.put(job, "running")
-        self._rows.tell(job.id, "started", "Fine-tuning job started")
+        with self._rows.changing():
+            self._rows.put(job, "running")
+            self._rows.tell(job.id, "started", "Fine-tuning job started")
         self._running = order
         training = asyncio.create_task(train(order))
         try:
@@ -305,9 +314,13 @@ class FineTuning:
             owner=self._rows.jobs.owner(job_id),
             expires_after=None,
         )
+        job = self._rows.jobs.get(job_id)
+        if job.status != "running":  # cancelled or paused meanwhile
+            await asyncio.to_thread(self._files.delete, file_id, None)
+            return
         with self._rows.changing():  # the end of a job is one change
             self._rows.put(
-                self._rows.jobs.get(job_id),
+                job,
                 "succeeded",
                 fine_tuned_model=order.name,
                 finished_at=int(self._clock()),
@@ -373,19 +386,19 @@ def new_seed() -> int:
     return secrets.randbelow(2**31)
 
 
-def _note_attempt(file: Path, num_saved: int) -> bool:
-    """Count an attempt at a job that has `num_saved` checkpoints, and return whether it may be made.
+def _note_attempt(file: Path, step: int) -> bool:
+    """Count an attempt at a job whose newest checkpoint is that of `step`, and return whether it may be made.
 
     The file is gone after attempts that end before their process does. Raises NotStored.
     """
     try:
         known, count = json.loads(file.read_text())
     except (OSError, ValueError, TypeError):
-        known, count = num_saved, 0
-    count = count + 1 if known == num_saved else 1
+        known, count = step, 0
+    count = count + 1 if known == step else 1
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps([num_saved, count]))
+        write_whole(file, json.dumps([step, count]))
     except OSError as error:
         raise NotStored(f"{file} cannot be written: {error}") from error
     return bool(count <= MAX_ATTEMPTS)

@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from parallm.errors import UnknownObject
 from parallm.jobs.plan import Plan, TuningRequest, method_of
 from parallm.jobs.records import (
     CheckpointMetrics,
@@ -15,6 +16,9 @@ from parallm.jobs.records import (
     new_id,
 )
 from parallm.jobs.store import JobStore, Table
+
+STEP, EVALUATION = "step", "evaluation"
+"""Beginnings of the keys of events about one step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +58,17 @@ class JobRows:
         self.jobs.put(changed, group=status)
         return changed
 
+    def saved_step(self, job_id: str) -> int:
+        """Return the step of the job's newest checkpoint that was noted; 0 without one."""
+        return max((checkpoint.step_number for checkpoint in self.checkpoints.all((job_id,))), default=0)
+
+    def data(self, job_id: str, key: str) -> dict[str, Any]:
+        """Return the data of the event with this key; empty if there is none."""
+        try:
+            return self.events.get(_event_id(job_id, key)).data or {}
+        except UnknownObject:
+            return {}
+
     def tell(
         self,
         job_id: str,
@@ -63,9 +78,10 @@ class JobRows:
         level: Literal["info", "warn", "error"] = "info",
         data: dict[str, Any] | None = None,
     ) -> None:
-        """Add an event; a second one with this key replaces what the first says."""
+        """Add an event. A second one with this key replaces what the first says; one that says the same changes
+        nothing."""
         event = JobEvent(
-            id=f"ftevent-{job_id.partition('-')[2]}-{key}",
+            id=_event_id(job_id, key),
             created_at=int(self.clock()),
             level=level,
             message=message,
@@ -74,7 +90,9 @@ class JobRows:
         )
         with self.changing():
             self.events.add(event, owner="", group=job_id)
-            self.events.put(event, group=job_id)
+            noted = self.events.get(event.id)
+            if event.model_copy(update={"created_at": noted.created_at}) != noted:
+                self.events.put(event, group=job_id)
 
 
 class JobListener:
@@ -87,7 +105,6 @@ class JobListener:
         self._plan: Plan | None = None
         self._began: tuple[float, int] | None = None
         """Time and number of the first step of this process."""
-        self._metrics: dict[int, dict[str, Any]] = {}
 
     def planned(self, plan: Plan) -> None:
         """Note the numbers of the job."""
@@ -103,10 +120,9 @@ class JobListener:
         """Note a finished step; `row` has names of `COLUMNS`."""
         step, now = int(row["step"]), self._rows.clock()
         self._began = self._began or (now, step)
-        self._metrics[step] = {**self._metrics.get(step, {}), **row}
         total = 0 if self._plan is None else self._plan.steps
         shown = ", ".join(f"{name.replace('_', ' ')}={value:.4g}" for name, value in _numbers(row).items())
-        self._rows.tell(self._job_id, f"step-{step}", f"Step {step}/{total}: {shown}", data=dict(row))
+        self._rows.tell(self._job_id, f"{STEP}-{step}", f"Step {step}/{total}: {shown}", data=dict(row))
         began, first = self._began
         if step > first and total:
             finish = int(now + (now - began) / (step - first) * (total - step))
@@ -115,10 +131,9 @@ class JobListener:
     def evaluated(self, row: Mapping[str, Any]) -> None:
         """Note an evaluation after the step of `row`."""
         step = int(row["step"])
-        self._metrics[step] = {**self._metrics.get(step, {}), **row}
         shown = ", ".join(f"{name.replace('_', ' ')}={value:.4g}" for name, value in _numbers(row).items())
         message = f"Evaluation after step {step}: {shown}"
-        self._rows.tell(self._job_id, f"evaluation-{step}", message, data=dict(row))
+        self._rows.tell(self._job_id, f"{EVALUATION}-{step}", message, data=dict(row))
 
     def saved(self, kept: list[SavedVersion]) -> None:
         """Note the checkpoints that are on disk, the newest last."""
@@ -130,7 +145,7 @@ class JobListener:
             if self._job().status == "cancelled":
                 return
             for saved in kept:
-                metrics = _numbers(self._metrics.get(saved.step, {}))
+                metrics = self._metrics(saved.step)
                 checkpoint = JobCheckpoint(
                     id=self._checkpoint_id(saved.step),
                     created_at=int(self._rows.clock()),
@@ -147,12 +162,21 @@ class JobListener:
     def _checkpoint_id(self, step: int) -> str:
         return f"ftckpt-{self._job_id.partition('-')[2]}-{step}"
 
+    def _metrics(self, step: int) -> dict[str, float]:
+        """Return what events tell of a step, which an earlier process may have finished."""
+        rows = [self._rows.data(self._job_id, f"{kind}-{step}") for kind in (STEP, EVALUATION)]
+        return {name: value for row in rows for name, value in _numbers(row).items()}
+
     def _job(self) -> FineTuningJob:
         return self._rows.jobs.get(self._job_id)
 
     def _put(self, job: FineTuningJob, **fields: Any) -> None:
         if job.status == "running":
             self._rows.put(job, "running", **fields)
+
+
+def _event_id(job_id: str, key: str) -> str:
+    return f"ftevent-{job_id.partition('-')[2]}-{key}"
 
 
 def _numbers(row: Mapping[str, Any]) -> dict[str, float]:

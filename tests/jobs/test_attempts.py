@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from parallm.jobs.fine_tuning import ATTEMPTS, MAX_ATTEMPTS, TuningOrder, TuningResult
+from parallm.jobs.job_rows import SavedVersion
 from parallm.jobs.jobs import open_jobs
 from parallm.jobs.plan import ReinforcementHyperparameters, TuningRequest
-from parallm.jobs.records import CheckpointMetrics, FineTuningJob, JobCheckpoint
+from parallm.jobs.records import FineTuningJob
 from parallm.jobs.settings import JobSettings
 
 LINE = {"messages": [{"role": "user", "content": "2?"}, {"role": "assistant", "content": "2"}]}
@@ -53,20 +54,9 @@ async def next_process(folder: Path, job_id: str, work: Callable[[TuningOrder], 
 
 
 def save(order: TuningOrder) -> None:
-    step = len(list(order.folder.glob("step_*"))) + 1
-    (order.folder / f"step_{step}").mkdir()
-    order.listener._rows.checkpoints.add(
-        JobCheckpoint(
-            id=f"ftckpt-{step}",
-            created_at=0,
-            fine_tuned_model_checkpoint=f"{order.name}@{step}",
-            fine_tuning_job_id=order.job_id,
-            step_number=step,
-            metrics=CheckpointMetrics(step=step),
-        ),
-        owner="",
-        group=order.job_id,
-    )
+    """Note a checkpoint that replaces the one before, as with `checkpoint.keep=1`."""
+    step = order.listener._rows.saved_step(order.job_id) + 1
+    order.listener.saved([SavedVersion(step=step, version=step)])
 
 
 @pytest.mark.parametrize(("work", "fails"), [(lambda order: None, True), (save, False)])
@@ -74,10 +64,11 @@ def test_a_job_fails_that_has_ended_its_process_too_often(
     tmp_path: Path, work: Callable[[TuningOrder], None], fails: bool
 ) -> None:
     job_id = first_process(tmp_path / "0")
-    for number in range(MAX_ATTEMPTS):
+    processes = MAX_ATTEMPTS if fails else 2 * MAX_ATTEMPTS
+    for number in range(processes):
         job = asyncio.run(next_process(tmp_path / f"{number}", job_id, work, tmp_path / f"{number + 1}"))
         assert job.status == "running"
-    last = asyncio.run(next_process(tmp_path / f"{MAX_ATTEMPTS}", job_id, work, tmp_path / "end"))
+    last = asyncio.run(next_process(tmp_path / f"{processes}", job_id, work, tmp_path / "end"))
     assert (last.status == "failed") == fails
     if fails:
         assert last.error is not None

@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import threading
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from parallm.errors import InvalidRequest, UnknownObject
 from parallm.jobs import batch_lines, batches, retries
 from parallm.jobs.batch_lines import Progress, check_file
 from parallm.jobs.batches import Answer
+from parallm.jobs.records import Batch
 from parallm.jobs.retries import Retries
 from parallm.server.jobs.schemas import BatchBody
 from tests.jobs.conftest import COMPLETIONS, Application, Bench, Clock, lines
@@ -75,10 +78,14 @@ def test_a_batch_that_has_to_wait_does_not_hold_up_others(bench: Bench, applicat
 
     slow = [bench.batch([f"slow{place}" for place in range(20)]) for _ in range(2 * batches.MAX_AT_WORK)]
     last = bench.batch(["a", "b", "c"])
-    assert asyncio.run(bench.until_over(last.id, overloaded_for_some)).request_counts.completed == 3
-    assert {bench.batches.get(batch.id, None).status for batch in slow} <= {"validating", "in_progress"}
-    cancelled = bench.batches.cancel(slow[0].id, None)  # also one that waits, at once
-    assert asyncio.run(bench.until_over(cancelled.id, overloaded_for_some)).status == "cancelled"
+
+    async def run() -> None:
+        assert (await bench.until_over(last.id, overloaded_for_some)).request_counts.completed == 3
+        assert {bench.batches.get(batch.id, None).status for batch in slow} <= {"validating", "in_progress"}
+        cancelled = bench.batches.cancel(slow[0].id, None)  # also one that waits, at once
+        assert (await bench.until_over(cancelled.id, overloaded_for_some)).status == "cancelled"
+
+    asyncio.run(run())
 
 
 def test_batches_together_ask_for_no_more_than_the_limit(bench: Bench, application: Application) -> None:
@@ -93,8 +100,11 @@ def test_batches_together_ask_for_no_more_than_the_limit(bench: Bench, applicati
         return await application(path, body)
 
     made = [bench.batch([f"{batch}-{place}" for place in range(5)]) for batch in range(3)]
-    for batch in made:
-        assert asyncio.run(bench.until_over(batch.id, counted)).request_counts.completed == 5
+
+    async def run() -> list[Batch]:
+        return [await bench.until_over(batch.id, counted) for batch in made]
+
+    assert [batch.request_counts.completed for batch in asyncio.run(run())] == [5, 5, 5]
     assert most == 2
 
 
@@ -272,3 +282,28 @@ def test_what_no_batch_can_be_made_of_is_refused(bench: Bench) -> None:
 
 def _body(file_id: str, endpoint: str) -> BatchBody:
     return BatchBody(input_file_id=file_id, endpoint=endpoint, completion_window="24h")
+
+
+def test_a_batch_that_is_cancelled_as_it_ends_says_so(
+    bench: Bench, application: Application, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, read, acted = bench.batch(["a", "b"]), batch_lines.read_progress, threading.Event()
+
+    async def run() -> Batch:
+        loop = asyncio.get_running_loop()
+
+        def read_late(*files: Path) -> Progress:
+            progress = read(*files)
+            if progress.done and not acted.is_set():
+                loop.call_soon_threadsafe(bench.batches.cancel, made.id, None)
+                loop.call_soon_threadsafe(acted.set)
+                assert acted.wait(10)
+            return progress
+
+        monkeypatch.setattr(batches, "read_progress", read_late)
+        return await bench.until_over(made.id, application)
+
+    batch = asyncio.run(run())
+    assert (batch.status, batch.request_counts.completed) == ("cancelled", 2)
+    assert batch.cancelling_at is not None
+    assert len(bench.text(batch.output_file_id)) == 2

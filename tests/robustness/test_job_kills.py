@@ -57,14 +57,29 @@ class Account:
     """Answer of the job's model; empty without one."""
 
     @property
+    def lost_steps(self) -> list[int]:
+        return sorted(set(range(1, STEPS + 1)) - (set(self.steps) & set(self.events)))
+
+    @property
+    def lost_answers(self) -> list[int]:
+        return [number for number in range(REQUESTS) if not self.answers[f"{number}"]]
+
+    @property
     def lost(self) -> int:
-        steps = set(range(1, STEPS + 1)) - (set(self.steps) & set(self.events))
-        return len(steps) + sum(not self.answers[f"{number}"] for number in range(REQUESTS)) + (not self.text)
+        return len(self.lost_steps) + len(self.lost_answers) + (not self.text)
 
     @property
     def twice(self) -> int:
         counts = [*Counter(self.steps).values(), *Counter(self.events).values(), *self.answers.values()]
         return sum(count - 1 for count in counts if count > 1)
+
+    def __str__(self) -> str:
+        twice = [name for name, count in self.answers.items() if count > 1]
+        return (
+            f"the job is {self.job['status']}, error {self.job['error']}; steps lost {self.lost_steps}, of metrics "
+            f"{self.steps}, of events {self.events}; answers lost {self.lost_answers}, twice {twice}; its model says "
+            f"{self.text!r}"
+        )
 
 
 @pytest.mark.robustness
@@ -74,8 +89,8 @@ def test_kills_lose_nothing_and_repeat_nothing(tmp_path: Path, record_property: 
     record_property("jobs.kills", kills)
     record_property("jobs.lost", account.lost)
     record_property("jobs.twice", account.twice)
-    assert (account.lost, account.twice) == (0, 0), account
-    assert account.job["status"] == "succeeded"
+    assert (account.lost, account.twice) == (0, 0), str(account)
+    assert account.job["status"] == "succeeded", str(account)
 
 
 @pytest.mark.robustness
