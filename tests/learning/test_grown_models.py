@@ -1,4 +1,4 @@
-"""A hybrid of nano's size and a mixture of experts of 10M parameters learn arithmetic by GRPO as nano does.
+"""A hybrid and a mixture of experts, about 10M parameters each, learn arithmetic by GRPO as nano does.
 
 Scripts make both of nano, from a seed. What nano's recipe trains in 16 steps, they have 60 for at most.
 """
@@ -13,7 +13,7 @@ from bench.processes import ROOT, clean_environment
 
 from tests.learning.test_presets import learning_run
 
-TARGETS = {"hybrid": "all-linear", "mixture": "experts"}
+TARGETS = {"hybrid": "[all-linear,experts]", "mixture": "experts"}
 """LoRA targets by the model's name, which its script's has, too; routers are never among them."""
 FIGURES = {"hybrid": "hybrid", "mixture": "experts"}
 
