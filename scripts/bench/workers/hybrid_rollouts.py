@@ -106,8 +106,11 @@ def raised(error: Exception) -> None:
 
 
 def by_row(model: SharedModel, load: Load) -> Run:
-    """As rows are computed whose caches cannot be shared."""
-    with patch("parallm.engine.decode_batch.shares_steps", lambda _: False):
+    """As rows are computed whose caches cannot be shared: prompts one by one, too."""
+    with (
+        patch("parallm.engine.decode_batch.shares_steps", lambda _: False),
+        patch("parallm.engine.prefill.pads_prompts", lambda _: False),
+    ):
         return ours(model, load)
 
 

@@ -1,13 +1,16 @@
 """Seconds and peak memory of our learner's update on a shape with random weights."""
 
 import time
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
+import bench
 from bench.workers.loads import SHAPES, Layout
 from bench.workers.random_model import random_model
+from parallm.device.blas import set_blas_threads
 from parallm.device.streams import DeviceStreams
 from parallm.learner.learner import Learner
 from parallm.learner.settings import LearnerSettings
@@ -49,7 +52,8 @@ def main(*, shape: str, groups: int, group_size: int, prompt: int, completion: i
     adapter = make_adapter(initial_arrays(model.targets, 16, mx.random.key(0)), version=0, rank=16, alpha=32.0)
     # advantages over the whole batch: a group of one has a signal, too, and the step ends with an optimizer step
     settings = LearnerSettings(advantage="reinforce_pp")
-    learner = Learner(model, DeviceStreams(lambda _: None), settings, start=adapter, total_steps=10, seed=0)
+    streams = DeviceStreams(partial(set_blas_threads, bench.BLAS))
+    learner = Learner(model, streams, settings, start=adapter, total_steps=10, seed=0)
     trained = random_groups([(prompt, [completion] * group_size)] * groups, SHAPES[shape]["vocab_size"])
     seconds: list[float] = []
     for step in range(repeats + 1):
