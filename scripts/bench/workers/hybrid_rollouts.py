@@ -107,10 +107,7 @@ def raised(error: Exception) -> None:
 
 def by_row(model: SharedModel, load: Load) -> Run:
     """As rows are computed whose caches cannot be shared: prompts one by one, too."""
-    with (
-        patch("parallm.engine.decode_batch.shares_steps", lambda _: False),
-        patch("parallm.engine.prefill.pads_prompts", lambda _: False),
-    ):
+    with patch("parallm.engine.decode_batch.shares_steps", lambda _: False):
         return ours(model, load)
 
 
