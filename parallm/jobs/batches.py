@@ -259,8 +259,10 @@ class Batches:
             has_ended = answering.done()
         finally:
             answering.cancel()
-            await asyncio.wait((answering,))
-            work.close()
+            try:
+                await asyncio.wait((answering,))
+            finally:  # also where this task is cancelled as the last answer is there
+                work.close()
         if has_ended and not answering.result():
             has_progressed = len(work.progress.done) > before
             left = max(0.0, (batch.expires_at or 0) - self._clock())
