@@ -45,9 +45,10 @@ def write_tables(root: Path, outputs: Sequence[str]) -> None:
         text = file.read_text()
         for line, cells in rows(text):
             for one in lines:
-                if (new := filled(cells, one)) != line:
-                    text = text.replace(line, new)
-                    print(f"{file.relative_to(root)}: {cells[0]}")
+                cells = filled(cells, one)
+            if (new := f"| {' | '.join(cells)} |") != line:
+                text = text.replace(line, new)
+                print(f"{file.relative_to(root)}: {cells[0]}")
         file.write_text(text)
 
 
@@ -63,15 +64,15 @@ def merged_lines(outputs: Sequence[str]) -> list[dict[str, Any]]:
     return list(merged.values())
 
 
-def filled(cells: Sequence[str], line: dict[str, Any]) -> str:
-    """The row with what the line has measured; as it was where the line lacks one of its figures."""
+def filled(cells: Sequence[str], line: dict[str, Any]) -> list[str]:
+    """The row's cells with what the line has measured; as it was where the line lacks one of its figures."""
     what, measured, _, figures, machine, commit = cells
     names = figures_in(figures)
     values = [line["figures"].get(name) for name in names]
     if all(value is not None for value in values):
         measured = "; ".join(shown(name, value) for name, value in zip(names, values, strict=True))
         machine, commit = line["machine"], line["commit"][:7]
-    return f"| {' | '.join((what, measured, bar_of(names), figures, machine, commit))} |"
+    return [what, measured, bar_of(names), figures, machine, commit]
 
 
 def bar_of(names: Sequence[str]) -> str:

@@ -36,6 +36,17 @@ def test_a_row_is_filled_once_all_its_figures_are_there(tmp_path: Path) -> None:
     assert file.read_text().endswith("The end.\n")
 
 
+def test_a_new_row_is_filled_by_the_last_line_that_has_its_figures(tmp_path: Path) -> None:
+    """Its bar is a dash before, so that a line without its figures changes it, too."""
+    file = tmp_path / "MEASURED.md"
+    file.write_text(f"{HEADER}\n|---|---|---|---|---|---|\n{ROW.replace('>= 2.1', '-')}\n")
+    other = LINE | {"machine": "M1", "figures": {"engine.gpu.8b.b1.vs_floor": 9.0}}
+    later = LINE | {"machine": "H300", "figures": {"engine.gpu.8b.b128.vs_batchgenerator": 2.5}}
+    write_tables(tmp_path, [f"{json.dumps(line)}\n" for line in (LINE, other, later)])
+    ((_, cells),) = rows(file.read_text())
+    assert (cells[1], cells[2], cells[4]) == ("2.5x", ">= 2.1", "H300")
+
+
 def test_lines_of_one_machine_and_commit_are_merged() -> None:
     """Those that a command printed until it was stopped, in the middle of a line."""
     more = LINE | {"figures": {"engine.gpu.8b.b128.vs_batchgenerator": 2.5, "engine.gpu.8b.b1.vs_floor": 1.3}}
