@@ -95,8 +95,10 @@ def test_batches_together_ask_for_no_more_than_the_limit(bench: Bench, applicati
         nonlocal under_way, most
         under_way += 1
         most = max(most, under_way)
-        await asyncio.sleep(0.001)
-        under_way -= 1
+        try:
+            await asyncio.sleep(0.001)
+        finally:  # also for those that are cancelled
+            under_way -= 1
         return await application(path, body)
 
     made = [bench.batch([f"{batch}-{place}" for place in range(5)]) for batch in range(3)]
