@@ -1,13 +1,17 @@
 """What all tests share: a BLAS that is loaded before MLX, and small models with random weights in real folders."""
 
+import asyncio
 import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import cache, partial
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
+import uvicorn.server
 
 from parallm.device.blas import load_blas, set_blas_threads
 from parallm.device.settings import DeviceSettings
@@ -46,6 +50,25 @@ def _heap_stays_frozen() -> Iterator[None]:
     """A run would look at the whole heap as it begins and thaw it at its end: most of the time of a run of 3 steps."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runtime, "_frozen_heap", nullcontext)
+        yield
+
+
+class _QuickLooks(ModuleType):
+    """asyncio for uvicorn, which looks every 0.1 s whether it is to end and whether its connections have ended."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(asyncio, name)
+
+    @staticmethod
+    async def sleep(seconds: float) -> None:
+        await asyncio.sleep(seconds / 5)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _servers_end_soon() -> Iterator[None]:
+    """Hundreds of tests start a server, and most of the time of many was its end."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(uvicorn.server, "asyncio", _QuickLooks("asyncio"))
         yield
 
 

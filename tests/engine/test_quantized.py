@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -56,9 +57,18 @@ def kept(folder: Path, how: str) -> ModelSettings:
     return ModelSettings(path=str(folder), quantized=how, lora=LoraSettings(rank=4))  # type: ignore[arg-type]
 
 
+def cases() -> list[Any]:
+    """All of llama, a mixture and a recurrence; of the others 4 bits packed, and the other two as slow."""
+    quick = ("llama", "mixtral", "mamba")
+    return [
+        pytest.param(name, *kind, marks=() if place == 0 or name in quick else pytest.mark.slow)
+        for name in ARCHITECTURES
+        for place, kind in enumerate(((4, "packed"), (4, "unpacked"), (8, "packed")))
+    ]
+
+
 @pytest.mark.cpu
-@pytest.mark.parametrize(("bits", "how"), [(4, "packed"), (4, "unpacked"), (8, "packed")])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(("architecture", "bits", "how"), cases())
 def test_requests_that_come_and_go_get_the_tokens_of_mlx_lm(
     architecture: str,
     bits: int,

@@ -51,7 +51,15 @@ def varied_requests(ask: Ask) -> list[GenerationRequest]:
 
 
 @needs_strict
-@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "qwen3", "gpt2", "mixtral", "olmo2", "gpt_neox"])
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        "llama",
+        "gemma3_text",
+        "mixtral",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3", "gpt2", "olmo2", "gpt_neox")),
+    ],
+)
 def test_completions_are_those_without_speculation_to_the_bit(
     architecture: str, load_tiny: LoadTiny, ask: Ask, complete: Complete
 ) -> None:

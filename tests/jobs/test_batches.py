@@ -97,7 +97,7 @@ def test_batches_together_ask_for_no_more_than_the_limit(bench: Bench, applicati
         most = max(most, under_way)
         try:
             await asyncio.sleep(0.001)
-        finally:
+        finally:  # also for those that are cancelled
             under_way -= 1
         return await application(path, body)
 

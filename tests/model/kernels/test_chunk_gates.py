@@ -51,11 +51,17 @@ def test_gates_and_their_gradient_are_those_of_the_operations(size: int, monkeyp
 
 MUTATIONS = [
     ("chunk_gates", "t <= own ?", "t < own ?"),
-    ("chunk_gates", "t > own ?", "t >= own ?"),
     ("chunk_gates_gradient", "own < t ?", "own + 1 < t ?"),
-    ("chunk_gates_gradient", "parts[place][own][i] = sum;", ""),
-    ("chunk_gates_gradient", ": ends[place][t]", ": 0.0f"),
+    *(
+        pytest.param(mutation, marks=pytest.mark.slow)
+        for mutation in (
+            ("chunk_gates", "t > own ?", "t >= own ?"),
+            ("chunk_gates_gradient", "parts[place][own][i] = sum;", ""),
+            ("chunk_gates_gradient", ": ends[place][t]", ": 0.0f"),
+        )
+    ),
 ]
+"""Each compiles a kernel for a CPU; all but one of each kernel are slow."""
 
 
 @pytest.mark.cpu
