@@ -37,7 +37,8 @@ def hybrid_cpu(request: Request) -> Figures:
     needs="gpu",
 )
 def hybrid_gpu(request: Request) -> Figures:
-    """8 rows of 256 prompt and 256 completion tokens; PyTorch only where flash-linear-attention is installed."""
+    """8 rows of 256 prompt and 256 completion tokens; PyTorch only where flash-linear-attention is installed,
+    which on Hopper asks for Triton 3.7.1 or tilelang: the gradients of older Triton are wrong there."""
     half = request.size(256, 64)
     shape = "hybrid-tiny" if request.is_quick else "qwen3.5-0.8b"
     job = {"shape": shape, "groups": 8, "group_size": 1, "prompt": half, "completion": half, "repeats": 2}
