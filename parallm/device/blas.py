@@ -23,13 +23,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
+from parallm.device import tf32
 from parallm.device.settings import BlasSettings
 from parallm.device.user_cache import user_cache
 from parallm.errors import ConfigError
 
 CUDA_DEFAULTS = {
-    # TF32 keeps 10 bits in float32 products: log-probs of engine and learner then differ by 1e-2 instead of 1e-5
-    "MLX_ENABLE_TF32": "0",
     # more misses than twice a cache's size are an error otherwise, however long the process has run
     "MLX_ENABLE_CACHE_THRASHING_CHECK": "0",
     "MLX_CUDA_GRAPH_CACHE_SIZE": "2000",  # 400
@@ -78,7 +77,7 @@ def _load(choice: str, *, is_strict: bool) -> BlasReport:
         return _report("accelerate", "matrix products: Apple's, on Metal or Accelerate")
     if _has_cuda_build():
         _set_cuda_defaults()
-        return _report("cuda", f"matrix products: CUDA, MLX_ENABLE_TF32={os.environ['MLX_ENABLE_TF32']}")
+        return _report("cuda", "matrix products: CUDA")
     if "mlx.core" in sys.modules:
         raise ConfigError(
             f"device.blas={choice}: MLX is loaded already, with whatever BLAS there was; load_blas must come "
@@ -102,6 +101,7 @@ def _set_cuda_defaults() -> None:
     """Set what MLX's CUDA build reads from the environment, unless it is set."""
     for name, value in CUDA_DEFAULTS.items():
         os.environ.setdefault(name, value)
+    tf32.set_default()
     # MLX's own place is the folder for temporary files, where whoever comes first decides what others execute
     folder = user_cache(f"mlx-{metadata.version('mlx')}-{_gpus()}")
     if folder is not None:

@@ -30,6 +30,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import _download, load_model, load_tokenizer
 
 from parallm.device.own_transformers import own_transformers
+from parallm.device.tf32 import choose_tf32
 from parallm.errors import ModelError
 from parallm.model.chat.tokenizer import ChatTokenizer
 from parallm.model.encoders.load import load_encoder
@@ -37,14 +38,14 @@ from parallm.model.gguf.file import is_gguf
 from parallm.model.gguf.folder import WEIGHTS, open_folder
 from parallm.model.gguf.load import load_gguf
 from parallm.model.headless import classes, overrides, tensor_names
-from parallm.model.kernels.cuda import has_kernels
+from parallm.model.kernels.cuda import has_kernels, on_cuda
 from parallm.model.lora.linear import LoraContext, merge_linears
 from parallm.model.lora.targets import InputRecorder, install_lora
 from parallm.model.patches.forward import find_trunk, install_forward
 from parallm.model.patches.recurrence import install_recurrence
 from parallm.model.patches.rotary import install_rotary
 from parallm.model.precision import is_in_range, may_be_float16
-from parallm.model.quantized import arrange_quantized, cast, check_experts, choose_dtype
+from parallm.model.quantized import arrange_quantized, cast, check_experts, choose_dtype, wants_tf32
 from parallm.model.settings import ModelSettings
 from parallm.model.shared_model import SharedModel, can_batch, keeps_states
 from parallm.model.task_spec import ENCODERS, is_trunk, writes_text
@@ -148,6 +149,8 @@ def share_units(
     if computed is not None:
         dtype = computed
         cast(base, dtype)
+    if on_cuda():
+        choose_tf32(settings.path, wants_tf32(base, dtype))
     parallel = None
     if ranks is not None:
         parallel = cut_layers(base, config, ranks, settings.path)

@@ -104,6 +104,13 @@ def check_experts(base: nn.Module, storage: Storage, dtype: mx.Dtype, model_type
         )
 
 
+def wants_tf32(base: nn.Module, dtype: mx.Dtype) -> bool | None:
+    """What `choose_tf32` is to do for a model that computes in `dtype`."""
+    if dtype == mx.float32:
+        return False
+    return True if any(isinstance(module, SwitchLinear | QuantizedSwitchLinear) for module in base.modules()) else None
+
+
 def unpacked_bytes(base: nn.Module, dtype: mx.Dtype) -> int:
     """Size of the unpacked weights of the quantized layers."""
     packed = (nn.QuantizedLinear, nn.QuantizedEmbedding, QuantizedSwitchLinear)
