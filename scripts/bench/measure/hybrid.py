@@ -48,7 +48,9 @@ def hybrid_gpu(request: Request) -> Figures:
         done = attempt("torch_update", is_peer=True, **python, **job, passes=(8, 4), settings=None)
         found["PyTorch + PEFT + fla"] = done if done.get("has_fla") else {}
     if request.wants("hybrid.gpu.update_vs_mlx_lm"):
-        found["mlx-lm"] = mlx_lm(job)
+        found["mlx-lm"] = attempt(
+            "mlx_lm_update", is_peer=True, **job | {"settings": LOOP, "passes": (8, 4, 2), "repeats": 1}
+        )
     print_updates(found)
     return {
         "hybrid.gpu.update_vs_mlx_lm": ratio(found, "mlx-lm"),

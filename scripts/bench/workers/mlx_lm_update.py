@@ -26,7 +26,7 @@ from bench.compare import Settings, tune
 from bench.workers.loads import SHAPES, Shape
 from bench.workers.random_model import random_base
 
-WARM_UP = 2  # the second update finds moments that the first one has made, and is compiled anew
+COMPILED_WARM_UP = 2  # the second update finds moments that the first one has made, and is compiled anew
 
 
 class Updates:
@@ -64,11 +64,13 @@ class Updates:
                 gradients = None
             return loss, gradients
 
-        if settings.get("compiled", True):
+        is_compiled = settings.get("compiled", True)
+        if is_compiled:
             step = mx.compile(step, inputs=state, outputs=state)
+        warm_up = COMPILED_WARM_UP if is_compiled else 1
         found: list[float] = []
-        for repeat in range(repeats + WARM_UP):
-            if repeat == WARM_UP:
+        for repeat in range(repeats + warm_up):
+            if repeat == warm_up:
                 mx.reset_peak_memory()
             began = time.perf_counter()
             gathered = None
@@ -77,7 +79,7 @@ class Updates:
                 loss, gathered = step(self._tokens[part], self._lengths[part], gathered, place == passes - 1)
                 mx.eval(state, loss, gathered)
             found.append(time.perf_counter() - began)
-        return found[WARM_UP:]
+        return found[warm_up:]
 
     def _completion_loss(self, model: nn.Module, batch: mx.array, lengths: mx.array) -> tuple[mx.array, mx.array]:
         """`default_loss` with the head for the tokens alone that count in it."""
