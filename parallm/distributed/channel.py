@@ -167,6 +167,13 @@ class Channel:
                 self._waits[f"loss {id(wait)}"] = wait
         return wait.future
 
+    def await_failure(self, seconds: float) -> None:
+        """Return when the exchange has ended, or after this time."""
+        loss = self.loss()
+        with suppress(ExchangeFailed, TimeoutError):
+            loss.result(seconds)
+        loss.cancel()
+
     @contextmanager
     def guarded(self, label: str, future: Future[Any]) -> Iterator[None]:
         """Fail the exchange, and `future` with it, if the block takes longer than the time limit."""

@@ -9,6 +9,7 @@ Each unit's message has a checksum over all tokens that the leader has emitted. 
 """
 
 import json
+import re
 import secrets
 import zlib
 from collections.abc import Callable, Iterator
@@ -32,6 +33,11 @@ from parallm.types import GenerationRequest, TokenEvent, TrafficClass
 
 Emit = Callable[[list[TokenEvent]], None]
 Report = Callable[[list[str], Exception], None]
+
+OF_COLLECTIVE = re.compile(r"\[(ring|jaccl|mpi|nccl)\]")
+"""Begins what MLX raises when a sum over all ranks has failed."""
+LOSS_SECONDS = 5.0
+"""Time until the channel, too, has lost a rank that MLX has lost."""
 
 
 class LedTable(AdapterTable):
@@ -151,6 +157,8 @@ class LeadingEngine(Engine):
         self._is_in_call = False  # the call that failed
         if is_out_of_memory(error):
             self._channel.fail(f"rank 0: {error}; lower engine.kv_cache_bytes")
+        elif OF_COLLECTIVE.match(str(error)):
+            self._channel.await_failure(LOSS_SECONDS)  # it says which rank
         if self._channel.failure is not None:
             error = EngineStopped(self._channel.failure)
         with self._sent("fail", traffic):

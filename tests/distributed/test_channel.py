@@ -48,6 +48,19 @@ def test_a_rank_without_a_word_fails_all_that_wait_and_all_later_calls(channels:
         made[0].gather("y", b"").result(5)
 
 
+def test_a_failure_is_awaited_no_longer_than_it_takes(channels: Channels) -> None:
+    first, second = channels(2)
+    began = time.monotonic()
+    first.await_failure(0.2)
+    assert first.failure is None
+    assert time.monotonic() - began >= 0.2
+    threading.Timer(0.1, second.close, ["it was killed"]).start()
+    began = time.monotonic()
+    first.await_failure(60)
+    assert first.failure == "rank 1 has ended: it was killed"
+    assert time.monotonic() - began < 30
+
+
 def test_a_rank_that_leaves_says_why(channels: Channels) -> None:
     first, second = channels(2)
     waiting = first.gather("x", b"")

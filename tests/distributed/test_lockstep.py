@@ -48,6 +48,9 @@ class Line:
     def fail(self, reason: str) -> None:
         self.failure = reason
 
+    def await_failure(self, seconds: float) -> None:
+        self.failure = "rank 1 is gone"
+
 
 class Pair:
     """A leader and the engine that follows it, in one process, with whole models."""
@@ -230,6 +233,18 @@ def test_memory_that_runs_out_stops_all(pair: Callable[..., Pair]) -> None:
     both.leader.fail("serving", RuntimeError("[malloc] Unable to allocate 8 bytes"))
     assert both.line.failure is not None
     assert "lower engine.kv_cache_bytes" in both.line.failure
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [("[ring] connection to a peer was lost", "rank 1 is gone"), ("division by zero", "division by zero")],
+)
+def test_requests_of_a_lost_rank_hear_which_one_it_was(pair: Callable[..., Pair], error: str, told: str) -> None:
+    both = pair()
+    both.leader.add(request("a", 9, 20), False)
+    both.units(3)
+    both.leader.fail("serving", RuntimeError(error))
+    assert both.failures == [told]
 
 
 def test_other_tokens_at_a_follower_stop_all(pair: Callable[..., Pair]) -> None:

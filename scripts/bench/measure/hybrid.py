@@ -1,8 +1,9 @@
 """Updates of hybrid models (Qwen3.5's shapes, random weights): our learner beside mlx-lm's loop and PyTorch with fla.
 
 The same rows for all, with prompts that no rows share; medians. mlx-lm's recurrence is a loop over tokens in Python;
-its step is not compiled as a whole, which takes minutes. On a CPU it is measured with the BLAS of MLX's wheel, as pip
-leaves it, and with ours.
+its step is not compiled as a whole, which takes minutes. On a GPU it is measured with and without its gradient
+checkpointing, since what the loop keeps of 8 rows fills an H200. On a CPU it is measured with the BLAS of MLX's wheel,
+as pip leaves it, and with ours.
 """
 
 from collections.abc import Mapping
@@ -48,9 +49,8 @@ def hybrid_gpu(request: Request) -> Figures:
         done = attempt("torch_update", is_peer=True, **python, **job, passes=(8, 4), settings=None)
         found["PyTorch + PEFT + fla"] = done if done.get("has_fla") else {}
     if request.wants("hybrid.gpu.update_vs_mlx_lm"):
-        found["mlx-lm"] = attempt(
-            "mlx_lm_update", is_peer=True, **job | {"settings": LOOP, "passes": (8, 4, 2), "repeats": 1}
-        )
+        choices = {"passes": (8, 4), "settings": LOOP | {"checkpoint": True}, "choices": {"checkpoint": (True, False)}}
+        found["mlx-lm"] = attempt("mlx_lm_update", is_peer=True, **job | choices | {"repeats": 1})
     print_updates(found)
     return {
         "hybrid.gpu.update_vs_mlx_lm": ratio(found, "mlx-lm"),

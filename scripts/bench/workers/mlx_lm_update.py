@@ -1,16 +1,17 @@
 """Seconds and peak memory of LoRA training as mlx-lm does it: its layers, its compiled step, AdamW.
 
-With `compiled: false` its step is not compiled as a whole, which takes minutes for a recurrence that loops over tokens.
+With `compiled: false` its step is not compiled as a whole, which takes minutes for a recurrence that loops over tokens;
+with `checkpoint: true` layers are computed again in the backward pass, as by its `--grad-checkpoint`.
 
 Its own loss computes logits for prompts, too, and leaves them out of the sum; `head: completions` is the same loss of
 completion tokens alone, which ours and PyTorch's side compute. Unless the settings name the rows of a pass, it looks
-for those with which it is fastest; passes that do not fit into memory are left out.
+for those with which it is fastest, and for the fastest of other `choices`; what does not fit into memory is left out.
 """
 
 import gc
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -19,7 +20,7 @@ import mlx.optimizers
 import numpy as np
 from mlx.utils import tree_map
 from mlx_lm.models.switch_layers import SwitchLinear
-from mlx_lm.tuner.trainer import default_loss
+from mlx_lm.tuner.trainer import default_loss, grad_checkpoint
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from bench.compare import Settings, tune
@@ -41,6 +42,7 @@ class Updates:
         )
         self._model.train()
         mx.eval(self._model.parameters())
+        self._calls = {type(layer): type(layer).__call__ for layer in self._model.layers}
         self._prompt, length = prompt, prompt + completion
         # one token more, as mlx-lm pads: then the inputs have the length that its fused attention needs
         self._tokens = mx.array(np.random.default_rng(0).integers(0, shape["vocab_size"], (rows, length + 1), np.int32))
@@ -49,6 +51,11 @@ class Updates:
     def seconds(self, settings: Settings, repeats: int) -> list[float]:
         """Of each update, after those that warm up."""
         model, rows = self._model, settings["rows"]
+        for layer_class, call in self._calls.items():
+            layer_class.__call__ = call
+        if settings.get("checkpoint", False):
+            for layer in {type(layer): layer for layer in model.layers}.values():
+                grad_checkpoint(layer)
         optimizer = mlx.optimizers.AdamW(learning_rate=1e-5)
         loss_of = default_loss if settings["head"] == "all" else self._completion_loss
         value_and_grad = nn.value_and_grad(model, loss_of)
@@ -100,6 +107,7 @@ def main(
     completion: int,
     passes: Sequence[int],
     settings: Settings,
+    choices: Mapping[str, Sequence[Any]] | None = None,
     repeats: int = 3,
     rank: int = 16,
 ) -> dict[str, Any]:
@@ -116,6 +124,7 @@ def main(
         return seconds
 
     if "rows" not in settings:
-        settings = tune({**settings, "rows": passes[0]}, {"rows": passes}, trial)[0].settings
+        choices = {"rows": passes, **(choices or {})}
+        settings = tune({**settings, "rows": passes[0]}, choices, trial)[0].settings
     seconds = updates.seconds(settings, repeats)
     return {"seconds": seconds, "peak_gb": mx.get_peak_memory() / 1e9, "settings": settings}
