@@ -1,7 +1,7 @@
 """Products of many rows with the weights of the experts that they are sent to, as one CUDA kernel for tensor cores.
 
-Of 16,384 rows of 128 experts (2,048 inputs, 768 outputs) MLX's product computes 61 TFLOP/s on an H200, where a dense one
-computes 774. Here a tile holds rows of one expert, wherever they begin; a small kernel lists the tiles once for all
+MLX's product of 16,384 rows of 128 experts (2,048 inputs, 768 outputs) computes 61 TFLOP/s on an H200, where a dense
+one computes 774. Here a tile holds rows of one expert, wherever they begin; a small kernel lists the tiles once for all
 products of a layer. `patches/experts.py` chooses it, where `patches/kernel_trial.py` has seen it agree with MLX's.
 
 Axes: N rows, sorted by expert, M tiles, E experts, I input, O output.
@@ -18,7 +18,7 @@ from parallm.model.kernels.cuda import architecture, kernel
 
 DTYPES = (mx.bfloat16, mx.float16)
 MIN_ROWS = 1024
-"""With fewer the weights' reading takes the time."""
+"""The reading of the weights takes most of the time with fewer."""
 ROWS = 128  # of a tile
 DEPTH = 64  # values that are fetched at once
 COLUMNS_OF_WARP = 64

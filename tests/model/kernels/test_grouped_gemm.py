@@ -123,9 +123,7 @@ def test_another_line_is_found(old: str, new: str, kernels: CpuKernels) -> None:
 @needs_hopper
 @pytest.mark.parametrize(("dtype", "tolerance"), [(mx.bfloat16, 1e-2), (mx.float16, 2e-3)])
 @pytest.mark.parametrize(("inputs", "outputs"), [(2048, 768), (768, 2048), (1000, 136)])
-def test_the_kernel_agrees_with_gathered_weights(
-    inputs: int, outputs: int, dtype: mx.Dtype, tolerance: float
-) -> None:
+def test_the_kernel_agrees_with_gathered_weights(inputs: int, outputs: int, dtype: mx.Dtype, tolerance: float) -> None:
     assert max(both_ways([0, 700, 1, 128, 33, 0, 500], inputs, outputs, dtype)) < tolerance
 
 
