@@ -21,7 +21,7 @@ MIN_ROWS = 1024
 """The reading of the weights takes most of the time with fewer."""
 ROWS = 128  # of a tile
 DEPTH = 64  # values that are fetched at once
-COLUMNS_OF_WARP = 64
+COLUMNS_OF_GROUP = 64
 MAX_EXPERTS = 1024
 MAX_EXPERT = 2**31  # values of an expert's weights
 UNIT = 8  # widths are a multiple of it
@@ -33,19 +33,25 @@ class GroupedGemmPlan:
     """The shape of a block."""
 
     across: int
-    """Warps side by side, which compute 64 outputs each; there are two rows of them."""
+    """Groups of 64 outputs, of a warp each of which there are two rows, or of two warpgroups."""
     stages: int
     blocks: int
     """Blocks of an SM, which bound the registers."""
+    lag: int | None = None
+    """Chunks that warpgroups still multiply while the next one begins. None: warps multiply."""
+
+    @property
+    def kernel(self) -> str:
+        return "grouped_gemm" if self.lag is None else "grouped_gemm_hopper"
 
     @property
     def columns(self) -> int:
         """Outputs of a block."""
-        return COLUMNS_OF_WARP * self.across
+        return COLUMNS_OF_GROUP * self.across
 
     @property
     def threads(self) -> int:
-        return 64 * self.across
+        return 64 * self.across if self.lag is None else 256
 
     @property
     def shared_bytes(self) -> int:
@@ -143,9 +149,10 @@ def _multiply(rows: mx.array, weights_EOI: mx.array, tiles_M4: mx.array, *, tran
         ("ACROSS", PLAN.across),
         ("STAGES", PLAN.stages),
         ("BLOCKS", PLAN.blocks),
+        *([] if PLAN.lag is None else [("LAG", PLAN.lag)]),
     )
     num_blocks = tiles_M4.shape[0] * -(-outputs // PLAN.columns)
-    (product,) = kernel("grouped_gemm", defines, shared_memory=PLAN.shared_bytes)(
+    (product,) = kernel(PLAN.kernel, defines, shared_memory=PLAN.shared_bytes)(
         [rows, weights_EOI, tiles_M4],
         [depth, outputs],
         grid=(num_blocks * PLAN.threads, 1, 1),
