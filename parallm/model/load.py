@@ -41,6 +41,7 @@ from parallm.model.headless import classes, overrides, tensor_names
 from parallm.model.kernels.cuda import has_kernels, on_cuda
 from parallm.model.lora.linear import LoraContext, merge_linears
 from parallm.model.lora.targets import InputRecorder, install_lora
+from parallm.model.patches.experts import install_products
 from parallm.model.patches.forward import find_trunk, install_forward
 from parallm.model.patches.recurrence import install_recurrence
 from parallm.model.patches.rotary import install_rotary
@@ -163,6 +164,7 @@ def share_units(
     install_forward(base)
     install_recurrence(base)
     install_rotary(base)
+    install_products(base, dtype)
     lora_context = LoraContext()
     targets = install_lora(base, settings.lora, lora_context)
     if parallel is not None:

@@ -1,4 +1,5 @@
 #include "mma.cuh"
+#include "matrices.cuh"
 #include "flash_attention.cuh"
 // o = softmax(scale q k^T) v and the logarithm of the softmax's sum, for each packed row of a tile of queries. If PAGED,
 // keys and values (pages, heads, COLUMNS, HEAD) are those of the pages whose numbers stand in `pages`.

@@ -1,4 +1,5 @@
 #include "mma.cuh"
+#include "matrices.cuh"
 #include "flash_attention.cuh"
 // Gradients of keys and values. A block takes up to ROWS neighbouring keys of one head, and goes through the sequences
 // of queries that visit them, COLUMNS packed rows at a time. Where others share its visits (PARTIAL) it writes float32

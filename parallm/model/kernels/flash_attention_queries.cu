@@ -1,5 +1,6 @@
 #include "mma.cuh"
 #include "pack.cuh"
+#include "matrices.cuh"
 #include "flash_attention.cuh"
 // Gradient of the queries, and delta = sum(o do) of each packed row.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)

@@ -12,6 +12,7 @@
 // need it, because a thousand instructions take 2 microseconds to come.
 #include "pack.cuh"
 #include "mma.cuh"
+#include "matrices.cuh"
 #include "flash_attention.cuh"
 #include "rotation.cuh"
 

@@ -1,15 +1,18 @@
-"""The order in which mlx-lm computes the chosen experts of many tokens, as LoRA needs it.
+"""The order in which mlx-lm computes the chosen experts of many tokens, as LoRA needs it, and their products.
 
 From 64 rows on `SwitchGLU` and `SwitchMLP` sort the rows of a product by expert, and hand their layers no more than
 the sorted indices. Rows of several adapter versions need to know whose row each is.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx_lm.models import switch_layers
 
-from parallm.model.patches.forward import set_origin
+from parallm.model.kernels import grouped_gemm
+from parallm.model.patches.forward import origin_of, set_origin
+from parallm.model.patches.kernel_trial import try_grouped_gemm
 
 _mlx_lm_sort = switch_layers._gather_sort
 
@@ -21,11 +24,53 @@ class SortedExperts:
     tokens_N: mx.array
     """The token that each index was chosen for, counted over all rows of the forward."""
     num_tokens: int
+    tiles_M4: mx.array | None = None
+    """`grouped_gemm.list_tiles` of the indices, once a product has asked for them."""
 
 
 def install_experts() -> None:
     """Let mlx-lm's mixtures sort with `sort_by_expert`. Changes mlx-lm's module; safe to repeat."""
     switch_layers._gather_sort = sort_by_expert
+
+
+def install_products(base: nn.Module, dtype: mx.Dtype) -> None:
+    """Let the experts of `base`, which computes in `dtype`, multiply many rows with our kernel, where that runs and
+    agrees with MLX's operations. Evaluates no weights."""
+    layers = [module for module in base.modules() if type(module) is switch_layers.SwitchLinear]
+    if not layers or dtype not in grouped_gemm.DTYPES:
+        return
+    try_grouped_gemm(dtype)
+    if not grouped_gemm.has_kernel():
+        return
+    for layer in layers:
+        layer.__class__ = GroupedExperts
+        layer.weight = mx.contiguous(layer.weight)  # else each launch would copy a view
+
+
+class GroupedExperts(switch_layers.SwitchLinear):
+    """Experts whose products of many sorted rows are our kernel's, as long as their weights are frozen."""
+
+    def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
+        is_frozen = "weight" in self._no_grad
+        if not (sorted_indices and is_frozen and grouped_gemm.fits(x, self.weight)):
+            product: mx.array = super().__call__(x, indices, sorted_indices=sorted_indices)
+            return product
+        rows_NI = x.reshape(-1, x.shape[-1])
+        y_NO = grouped_gemm.grouped_gemm(rows_NI, self.weight, _tiles(indices, self.num_experts))
+        if "bias" in self:
+            y_NO = y_NO + self.bias[indices]
+        return y_NO.reshape(*x.shape[:-1], -1)
+
+
+def _tiles(experts_N: mx.array, num_experts: int) -> mx.array:
+    """The tiles of sorted experts; the products of a layer share them."""
+    origin = origin_of(experts_N)
+    if isinstance(origin, SortedExperts) and origin.tiles_M4 is not None:
+        return origin.tiles_M4
+    tiles_M4 = grouped_gemm.list_tiles(experts_N, num_experts)
+    if isinstance(origin, SortedExperts):
+        set_origin(experts_N, replace(origin, tiles_M4=tiles_M4))
+    return tiles_M4
 
 
 def sort_by_expert(x: mx.array, indices: mx.array) -> tuple[mx.array, mx.array, mx.array]:

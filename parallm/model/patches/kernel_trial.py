@@ -1,9 +1,9 @@
-"""Compares the kernels of recurrent layers with the operations that they stand for, once in a process.
+"""Compares the kernels of recurrent layers and of experts with the operations that they stand for, once in a process.
 
 The kernels have run on few GPUs, drivers and compilers, and a run would learn from wrong numbers for hours. So small
 layers are computed both ways, forward and backward, and a difference turns the kernels off.
 
-Axes: M tokens, B rows, H heads, D head size, C channels.
+Axes: M tokens, B rows, H heads, D head size, C channels, N sorted rows, E experts, I input, O output.
 """
 
 import logging
@@ -12,7 +12,7 @@ from functools import cache
 
 import mlx.core as mx
 
-from parallm.model.kernels import recurrent
+from parallm.model.kernels import grouped_gemm, recurrent
 from parallm.model.kernels.conv_step import conv_step
 from parallm.model.kernels.gated_delta_step import Gates
 from parallm.model.kernels.gated_delta_step import gated_delta_step as step_by_kernel
@@ -23,9 +23,12 @@ from parallm.model.recurrence.short_conv import ShortConv, short_conv
 ROWS = PackedRows([Row(0, 70), Row(70, 90, after=0), Row(160, 32, after=0)], 192)
 NUM_ROWS, HEADS, KEY_HEADS, SIZE = 3, 4, 2, 128
 CHANNELS, WIDTH = 64, 4
+EXPERT_ROWS = (0, 150, 1, 0, 70)
+EXPERT_INPUTS, EXPERT_OUTPUTS = 72, 136
 MAX_ERROR = 5e-3
 """The largest difference over the largest number of an array. Products of float32 on tensor cores round to TF32, 5e-4
-each, and several follow each other; a kernel that computes something else leaves 0.1 and more."""
+each, and several follow each other; bfloat16 rounds to 2e-3. A kernel that computes something else leaves 0.1 and
+more."""
 
 Arrays = list[mx.array]
 
@@ -51,6 +54,22 @@ def try_kernels() -> None:
             )
             recurrent.turn_off()
             return
+
+
+@cache
+def try_grouped_gemm(dtype: mx.Dtype) -> None:
+    """Turn the kernel of experts' products off if it does not agree with MLX's; a warning says so."""
+    if not grouped_gemm.has_kernel():
+        return
+    try:
+        found, expected = _experts(dtype)
+        error = max(map(_error, found, expected))
+        reason = f"products differ by {error:.1e}" if not error <= MAX_ERROR else ""
+    except Exception as failure:  # noqa: BLE001  # any failure means that the operations are used
+        reason = str(failure)
+    if reason:
+        logger.warning("the kernel of experts' products is off, and mixtures take longer: %s", reason)
+        grouped_gemm.turn_off()
 
 
 def _error(found: mx.array, expected: mx.array) -> float:
@@ -125,3 +144,22 @@ def _steps() -> tuple[Arrays, Arrays]:
     convolved = conv_step(x, before, weight, None, has_silu=False)
     expected = [outputs[:, None], last, short_conv(window, weight, None), window[:, 1:]]
     return [*found, *convolved], expected
+
+
+def _experts(dtype: mx.Dtype) -> tuple[Arrays, Arrays]:
+    """Sorted rows, which begin anywhere, and the gradient of them."""
+    experts_N = mx.array([expert for expert, rows in enumerate(EXPERT_ROWS) for _ in range(rows)], mx.uint32)
+    x_NI = _normal(21, experts_N.size, EXPERT_INPUTS).astype(dtype)
+    weights_EOI = _normal(22, len(EXPERT_ROWS), EXPERT_OUTPUTS, EXPERT_INPUTS).astype(dtype)
+    slopes_NO = _normal(23, experts_N.size, EXPERT_OUTPUTS).astype(dtype)
+    tiles_M4 = grouped_gemm.list_tiles(experts_N, len(EXPERT_ROWS))
+    products, gradients = mx.vjp(
+        lambda x_NI: grouped_gemm.grouped_gemm(x_NI, weights_EOI, tiles_M4), [x_NI], [slopes_NO]
+    )
+
+    def gathered(rows: mx.array, weights: mx.array) -> mx.array:
+        wide = (rows[:, None].astype(mx.float32), weights.astype(mx.float32))
+        return mx.gather_mm(*wide, rhs_indices=experts_N, sorted_indices=True)[:, 0]
+
+    expected = [gathered(x_NI, weights_EOI.swapaxes(-1, -2)), gathered(slopes_NO, weights_EOI)]
+    return [*products, *gradients], expected

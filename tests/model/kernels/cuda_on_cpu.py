@@ -16,10 +16,8 @@ from parallm.model.kernels.compiler import FOLDER, Defines, source_of
 from tests.model.kernels.test_launches import parameters
 
 HEADER = Path(__file__).with_suffix(".h")
-# What the header has of its own: everything in assembler
-REPLACED = re.compile(
-    r"__device__ __forceinline__ unsigned address_of.*?(?=__device__ __forceinline__ unsigned pack_v)", re.S
-)
+ASSEMBLER = ("prelude.cuh", "mma.cuh", "matrices.cuh", "wgmma.cuh")
+"""What the header has of its own."""
 SUBSTITUTES = {
     r"extern __shared__ __align__\(\d+\) ([\w ]+) (\w+)\[\];": r"auto* \2 = reinterpret_cast<\1*>(shared_memory);",
     r'asm volatile\("cp.async.commit_group;".*?\);': "commit_copies();",
@@ -65,8 +63,9 @@ class CpuKernels:
 
     def _compile(self, name: str, defines: Defines) -> ctypes.CDLL:
         mutant, old, new = self.mutation
-        source = source_of(name, defines).replace((FOLDER / "prelude.cuh").read_text(), "")
-        source = REPLACED.sub("", source.replace((FOLDER / "mma.cuh").read_text(), ""))
+        source = source_of(name, defines)
+        for header in ASSEMBLER:
+            source = source.replace((FOLDER / header).read_text(), "")
         if name == mutant:
             assert old in source, "a line that is there no longer"
             source = source.replace(old, new)

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import patch
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -24,6 +25,7 @@ from parallm.model.kernels import (
     gated_delta_step,
     gated_norm,
     gather,
+    grouped_gemm,
     page_copy,
     paged_attention,
     quantized_gemm,
@@ -336,6 +338,14 @@ def multiply_packed(dtype: mx.Dtype, *, rows: int, outputs: int = 4096, bias: bo
     quantized_gemm.quantized_gemm(x, layer, is_whole=True, is_gated=True)
 
 
+def multiply_experts(dtype: mx.Dtype, plan: grouped_gemm.GroupedGemmPlan) -> None:
+    half = mx.bfloat16 if dtype == mx.float32 else dtype
+    x, weights = mx.zeros((2000, 64), half), mx.zeros((4, 96, 64), half)
+    tiles = grouped_gemm.list_tiles(mx.zeros(2000, mx.uint32), 4)
+    with patch.object(grouped_gemm, "PLAN", plan):
+        mx.vjp(lambda x: grouped_gemm.grouped_gemm(x, weights, tiles), [x], [mx.zeros((2000, 96), half)])
+
+
 def sum_over_ranks(dtype: mx.Dtype) -> None:
     addresses = mx.zeros(4, mx.uint64)
     for size in (2, 4):
@@ -396,6 +406,10 @@ FACES: dict[str, Face] = {
     "sum over ranks": sum_over_ranks,
     "take": take,
     "unpack": unpack,
+    "multiply experts' rows": lambda dtype: multiply_experts(dtype, grouped_gemm.PLAN),
+    "multiply experts' rows by warpgroups": lambda dtype: multiply_experts(
+        dtype, grouped_gemm.GroupedGemmPlan(across=2, stages=3, blocks=2, lag=0)
+    ),
     "multiply tokens by A and join B": lambda dtype: multiply_tokens(dtype, widths=[64, 32, 32]),
     "multiply packed": lambda dtype: multiply_packed(dtype, rows=1),
     "multiply packed, small groups": lambda dtype: multiply_packed(dtype, rows=32, outputs=28672, group=32),

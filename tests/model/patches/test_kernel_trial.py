@@ -1,7 +1,8 @@
-"""The trial that turns the kernels of recurrent layers off where they compute something else than the operations."""
+"""The trials that turn kernels off where they compute something else than the operations."""
 
 from collections.abc import Callable, Iterator
 
+import mlx.core as mx
 import pytest
 
 from parallm.model.kernels import (
@@ -9,6 +10,7 @@ from parallm.model.kernels import (
     chunk_scan,
     conv_step,
     gated_delta_step,
+    grouped_gemm,
     recurrent,
     short_conv,
     unit_lower_inverse,
@@ -84,3 +86,59 @@ def test_kernels_that_fail_are_turned_off_with_a_warning(
     monkeypatch.setattr(chunk_scan, "kernel", fail)
     assert not is_on()
     assert "chunks: no such instruction" in caplog.text
+
+
+@pytest.fixture
+def has_experts(compiled: CpuKernels, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], bool]]:
+    """Whether the kernel of experts' products is on after a trial."""
+    compiled.mutation = "", "", ""
+    if not on_cuda():
+        monkeypatch.setattr("parallm.model.kernels.cuda.has_kernels", lambda: True)
+        monkeypatch.setattr(grouped_gemm, "architecture", lambda: "sm_90")
+        monkeypatch.setattr(grouped_gemm, "kernel", compiled)
+
+    def tried() -> bool:
+        kernel_trial.try_grouped_gemm.__wrapped__(mx.float16)
+        return grouped_gemm.has_kernel()
+
+    yield tried
+    grouped_gemm._use.is_off = False
+
+
+def test_the_kernel_of_experts_stays_on_if_it_agrees(
+    has_experts: Callable[[], bool], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert has_experts()
+    assert not caplog.records
+
+
+@pytest.mark.skipif(on_cuda(), reason="changes the source that a CPU compiles")
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        ("grouped_gemm", "(n * 2 + lane / 16) ^ lane % 8", "(n * 2 + lane / 16)"),  # of the gradient
+        ("grouped_gemm_tiles", "starts[low] + (tile", "starts[low] / 8 * 8 + (tile"),
+    ],
+)
+def test_a_kernel_of_experts_that_differs_is_turned_off_with_a_warning(
+    name: str,
+    old: str,
+    new: str,
+    has_experts: Callable[[], bool],
+    compiled: CpuKernels,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    compiled.mutation = name, old, new
+    assert not has_experts()
+    assert "mixtures take longer: products differ" in caplog.text
+
+
+def test_a_kernel_of_experts_that_fails_is_turned_off_with_a_warning(
+    has_experts: Callable[[], bool], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("no such instruction")
+
+    monkeypatch.setattr(grouped_gemm, "kernel", fail)
+    assert not has_experts()
+    assert "mixtures take longer: no such instruction" in caplog.text

@@ -1,0 +1,163 @@
+"""Products of many rows with the weights of the experts that they are sent to, as one CUDA kernel for tensor cores.
+
+MLX's product of 16,384 rows of 128 experts (2,048 inputs, 768 outputs) computes 61 TFLOP/s on an H200, where a dense
+one computes 774. Here a tile holds rows of one expert, wherever they begin; a small kernel lists the tiles once for all
+products of a layer. `patches/experts.py` chooses it, where `patches/kernel_trial.py` has seen it agree with MLX's.
+
+Axes: N rows, sorted by expert, M tiles, E experts, I input, O output.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from parallm.model.kernels import cuda
+from parallm.model.kernels.cuda import architecture, kernel
+
+DTYPES = (mx.bfloat16, mx.float16)
+MIN_ROWS = 1024
+"""The reading of the weights takes most of the time with fewer."""
+ROWS = 128  # of a tile
+DEPTH = 64  # values that are fetched at once
+COLUMNS_OF_GROUP = 64
+MAX_EXPERTS = 1024
+MAX_EXPERT = 2**31  # values of an expert's weights
+UNIT = 8  # widths are a multiple of it
+THREADS_OF_TILES = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupedGemmPlan:
+    """The shape of a block."""
+
+    across: int
+    """Groups of 64 outputs, of a warp each of which there are two rows, or of two warpgroups."""
+    stages: int
+    blocks: int
+    """Blocks of an SM, which bound the registers."""
+    lag: int | None = None
+    """Chunks that warpgroups still multiply while the next one begins. None: warps multiply."""
+
+    @property
+    def kernel(self) -> str:
+        return "grouped_gemm" if self.lag is None else "grouped_gemm_hopper"
+
+    @property
+    def columns(self) -> int:
+        """Outputs of a block."""
+        return COLUMNS_OF_GROUP * self.across
+
+    @property
+    def threads(self) -> int:
+        return 64 * self.across if self.lag is None else 256
+
+    @property
+    def shared_bytes(self) -> int:
+        return max(self.stages * (ROWS + self.columns) * DEPTH * 2, ROWS * (self.columns + 8) * 2)
+
+
+PLAN = GroupedGemmPlan(across=2, stages=3, blocks=2)
+
+
+class _Use:
+    is_off = False
+
+
+_use = _Use()
+
+
+def turn_off() -> None:
+    """Compute the products of experts by MLX's operations from now on."""
+    _use.is_off = True
+
+
+@contextmanager
+def without_kernel() -> Iterator[None]:
+    """Inside the block products of experts are computed by MLX's operations."""
+    before, _use.is_off = _use.is_off, True
+    try:
+        yield
+    finally:
+        _use.is_off = before
+
+
+def has_kernel() -> bool:
+    """Whether the kernel runs on this device, and has not been turned off. Other GPUs than Hopper have not been
+    measured."""
+    return not _use.is_off and cuda.has_kernels() and architecture() == "sm_90"
+
+
+def fits(x: mx.array, weights_EOI: mx.array) -> bool:
+    """Whether `grouped_gemm` takes these on this device; `x` (.., I) holds all rows."""
+    num_experts, outputs, inputs = weights_EOI.shape
+    return (
+        x.size >= MIN_ROWS * inputs
+        and x.dtype == weights_EOI.dtype
+        and x.dtype in DTYPES
+        and inputs % UNIT == 0
+        and outputs % UNIT == 0
+        and num_experts <= MAX_EXPERTS
+        and outputs * inputs < MAX_EXPERT
+        and has_kernel()
+    )
+
+
+def list_tiles(experts_N: mx.array, num_experts: int) -> mx.array:
+    """The tiles of the sorted `experts_N`, (M, 4) int32: the expert, its first row of the tile, the tile's rows, 0. The
+    number of tiles is the largest that there can be; those that are not needed come last and have no rows."""
+    num_rows = experts_N.size
+    num_tiles = num_rows // ROWS + min(num_experts, num_rows)
+    (tiles_M4,) = kernel("grouped_gemm_tiles", (("ROWS", ROWS),))(
+        [mx.stop_gradient(experts_N).astype(mx.uint32)],
+        [num_rows, num_experts, num_tiles],
+        grid=(THREADS_OF_TILES, 1, 1),
+        threadgroup=(THREADS_OF_TILES, 1, 1),
+        output_shapes=[(num_tiles, 4)],
+        output_dtypes=[mx.int32],
+    )
+    return tiles_M4
+
+
+def grouped_gemm(x_NI: mx.array, weights_EOI: mx.array, tiles_M4: mx.array) -> mx.array:
+    """The products (N, O) of rows with the weights of their experts, summed in float32; differentiable by the rows.
+
+    `tiles_M4` are `list_tiles` of the rows' experts. The weights are constants: callers leave those that are trained to
+    MLX's operations.
+    """
+
+    @mx.custom_function  # type: ignore[untyped-decorator]
+    def forward(x_NI: mx.array) -> mx.array:
+        return _multiply(x_NI, weights_EOI, tiles_M4, transposed=False)
+
+    @forward.vjp  # type: ignore[untyped-decorator]
+    def gradient(_: mx.array, cotangent_NO: mx.array, __: mx.array) -> mx.array:
+        return _multiply(cotangent_NO, weights_EOI, tiles_M4, transposed=True)
+
+    product_NO: mx.array = forward(x_NI)
+    return product_NO
+
+
+def _multiply(rows: mx.array, weights_EOI: mx.array, tiles_M4: mx.array, *, transposed: bool) -> mx.array:
+    """Rows (N, I) to (N, O), or if `transposed` rows (N, O) to (N, I)."""
+    num_rows, depth = rows.shape
+    outputs = weights_EOI.shape[2 if transposed else 1]
+    defines = (
+        ("T", rows.dtype),
+        ("TRANSPOSED", transposed),
+        ("ACROSS", PLAN.across),
+        ("STAGES", PLAN.stages),
+        ("BLOCKS", PLAN.blocks),
+        *([] if PLAN.lag is None else [("LAG", PLAN.lag)]),
+    )
+    num_blocks = tiles_M4.shape[0] * -(-outputs // PLAN.columns)
+    (product,) = kernel(PLAN.kernel, defines, shared_memory=PLAN.shared_bytes)(
+        [rows, weights_EOI, tiles_M4],
+        [depth, outputs],
+        grid=(num_blocks * PLAN.threads, 1, 1),
+        threadgroup=(PLAN.threads, 1, 1),
+        output_shapes=[(num_rows, outputs)],
+        output_dtypes=[rows.dtype],
+    )
+    return product
