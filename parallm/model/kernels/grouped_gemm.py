@@ -7,6 +7,7 @@ products of a layer. `patches/experts.py` chooses it, where `patches/kernel_tria
 Axes: N rows, sorted by expert, M tiles, E experts, I input, O output.
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,8 +18,8 @@ from parallm.model.kernels import cuda
 from parallm.model.kernels.cuda import architecture, kernel
 
 DTYPES = (mx.bfloat16, mx.float16)
-MIN_ROWS = 1024
-"""The reading of the weights takes most of the time with fewer."""
+MIN_ROWS = 64
+"""mlx-lm does not sort fewer."""
 ROWS = 128  # of a tile
 DEPTH = 64  # values that are fetched at once
 COLUMNS_OF_GROUP = 64
@@ -89,17 +90,16 @@ def has_kernel() -> bool:
     return not _use.is_off and cuda.has_kernels() and architecture() == "sm_90"
 
 
-def fits(x: mx.array, weights_EOI: mx.array) -> bool:
-    """Whether `grouped_gemm` takes these on this device; `x` (.., I) holds all rows."""
-    num_experts, outputs, inputs = weights_EOI.shape
+def fits(x: mx.array, weights: mx.array) -> bool:
+    """Whether the kernel multiplies all rows `x` (.., I) with `weights` (E, O, I) or (E, I, O) on this device."""
+    num_experts, *widths = weights.shape
     return (
-        x.size >= MIN_ROWS * inputs
-        and x.dtype == weights_EOI.dtype
+        x.size >= MIN_ROWS * x.shape[-1]
+        and x.dtype == weights.dtype
         and x.dtype in DTYPES
-        and inputs % UNIT == 0
-        and outputs % UNIT == 0
+        and all(width % UNIT == 0 for width in widths)
         and num_experts <= MAX_EXPERTS
-        and outputs * inputs < MAX_EXPERT
+        and math.prod(widths) < MAX_EXPERT
         and has_kernel()
     )
 
@@ -139,8 +139,29 @@ def grouped_gemm(x_NI: mx.array, weights_EOI: mx.array, tiles_M4: mx.array) -> m
     return product_NO
 
 
+def grouped_factors(x_NI: mx.array, factors_EIO: mx.array, experts_N: mx.array, tiles_M4: mx.array) -> mx.array:
+    """The same of factors that are trained: differentiable by them, too, which MLX's operations compute."""
+
+    @mx.custom_function  # type: ignore[untyped-decorator]
+    def forward(x_NI: mx.array, factors_EIO: mx.array) -> mx.array:
+        return _multiply(x_NI, factors_EIO, tiles_M4, transposed=True)
+
+    @forward.vjp  # type: ignore[untyped-decorator]
+    def gradient(primals: tuple[mx.array, mx.array], cotangent_NO: mx.array, _: mx.array) -> tuple[mx.array, mx.array]:
+        x_NI, factors_EIO = primals
+
+        def gathered(factors_EIO: mx.array) -> mx.array:
+            return mx.gather_mm(x_NI[:, None], factors_EIO, rhs_indices=experts_N, sorted_indices=True)[:, 0]
+
+        of_factors = mx.vjp(gathered, [factors_EIO], [cotangent_NO])[1][0]
+        return _multiply(cotangent_NO, factors_EIO, tiles_M4, transposed=False), of_factors
+
+    product_NO: mx.array = forward(x_NI, factors_EIO)
+    return product_NO
+
+
 def _multiply(rows: mx.array, weights_EOI: mx.array, tiles_M4: mx.array, *, transposed: bool) -> mx.array:
-    """Rows (N, I) to (N, O), or if `transposed` rows (N, O) to (N, I)."""
+    """Rows (N, I) to (N, O) by weights (E, O, I), or by (E, I, O) if `transposed`."""
     num_rows, depth = rows.shape
     outputs = weights_EOI.shape[2 if transposed else 1]
     defines = (

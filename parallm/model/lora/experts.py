@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 
+from parallm.model.kernels import grouped_gemm
 from parallm.model.kernels.cuda import on_cuda
 from parallm.model.lora.joined import JoinedA, join_a, padded, present_groups
-from parallm.model.patches.experts import SortedExperts
+from parallm.model.patches.experts import SortedExperts, tiles_of
 from parallm.model.patches.forward import origin_of
 
 Targets = tuple[str, ...]
@@ -33,6 +34,11 @@ class Routing:
 
     def product(self, x: mx.array, weights_EIO: mx.array) -> mx.array:
         """Rows `x` (.., 1, I) times the weights of their experts, (.., 1, O)."""
+        if self.is_sorted and grouped_gemm.fits(x, weights_EIO):
+            tiles_M4 = tiles_of(self.experts, weights_EIO.shape[0])
+            rows_NI = x.reshape(-1, x.shape[-1])
+            y_NO = grouped_gemm.grouped_factors(rows_NI, weights_EIO, self.experts, tiles_M4)
+            return y_NO.reshape(*x.shape[:-1], -1)
         if self.is_sorted or self.experts.shape[0] <= MAX_UNSORTED:
             return mx.gather_mm(x, weights_EIO, rhs_indices=self.experts, sorted_indices=self.is_sorted)
         cuts = [*range(MAX_UNSORTED, self.experts.shape[0], MAX_UNSORTED)]

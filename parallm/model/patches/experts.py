@@ -14,6 +14,8 @@ from parallm.model.kernels import grouped_gemm
 from parallm.model.patches.forward import origin_of, set_origin
 from parallm.model.patches.kernel_trial import try_grouped_gemm
 
+EXPERTS = (switch_layers.SwitchLinear, switch_layers.QuantizedSwitchLinear)
+
 _mlx_lm_sort = switch_layers._gather_sort
 
 
@@ -36,13 +38,15 @@ def install_experts() -> None:
 def install_products(base: nn.Module, dtype: mx.Dtype) -> None:
     """Let the experts of `base`, which computes in `dtype`, multiply many rows with our kernel, where that runs and
     agrees with MLX's operations. Evaluates no weights."""
-    layers = [module for module in base.modules() if type(module) is switch_layers.SwitchLinear]
+    layers = [module for module in base.modules() if type(module) in EXPERTS]
     if not layers or dtype not in grouped_gemm.DTYPES:
         return
     try_grouped_gemm(dtype)
     if not grouped_gemm.has_kernel():
         return
     for layer in layers:
+        if type(layer) is not switch_layers.SwitchLinear:
+            continue  # the kernel multiplies with LoRA's matrices alone
         layer.__class__ = GroupedExperts
         layer.weight = mx.contiguous(layer.weight)  # else each launch would copy a view
 
@@ -56,14 +60,14 @@ class GroupedExperts(switch_layers.SwitchLinear):
             product: mx.array = super().__call__(x, indices, sorted_indices=sorted_indices)
             return product
         rows_NI = x.reshape(-1, x.shape[-1])
-        y_NO = grouped_gemm.grouped_gemm(rows_NI, self.weight, _tiles(indices, self.num_experts))
+        y_NO = grouped_gemm.grouped_gemm(rows_NI, self.weight, tiles_of(indices, self.num_experts))
         if "bias" in self:
             y_NO = y_NO + self.bias[indices]
         return y_NO.reshape(*x.shape[:-1], -1)
 
 
-def _tiles(experts_N: mx.array, num_experts: int) -> mx.array:
-    """The tiles of sorted experts; the products of a layer share them."""
+def tiles_of(experts_N: mx.array, num_experts: int) -> mx.array:
+    """The tiles of sorted experts (`grouped_gemm.list_tiles`); the products of a layer share them."""
     origin = origin_of(experts_N)
     if isinstance(origin, SortedExperts) and origin.tiles_M4 is not None:
         return origin.tiles_M4

@@ -12,6 +12,7 @@ from parallm.model.kernels.grouped_gemm import (
     ROWS,
     GroupedGemmPlan,
     fits,
+    grouped_factors,
     grouped_gemm,
     list_tiles,
 )
@@ -107,6 +108,22 @@ def test_threads_multiply_rows_by_the_weights_of_their_experts(
 def test_other_blocks_do_the_same(plan: str, kernels: CpuKernels, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PLAN", PLANS[plan])
     assert max(both_ways([20, 100], 264, 288)) < 1e-3
+
+
+@needs_compiler
+@pytest.mark.cpu
+def test_factors_have_gradients_too(kernels: CpuKernels) -> None:
+    experts = mx.array(np.repeat(np.arange(4, dtype=np.uint32), [30, 0, 2, 50]))
+    x, factors, slope = normal(1, 82, 72), normal(2, 4, 72, 8), normal(3, 82, 8)
+    tiles = list_tiles(experts, 4)
+    found = mx.vjp(lambda x, factors: grouped_factors(x, factors, experts, tiles), [x, factors], [slope])
+
+    def product(x: mx.array, factors: mx.array) -> mx.array:
+        return (x[:, None] @ factors[experts])[:, 0]
+
+    wanted = mx.vjp(product, *([array.astype(mx.float32) for array in arrays] for arrays in ([x, factors], [slope])))
+    for ours, theirs in zip([*found[0], *found[1]], [*wanted[0], *wanted[1]], strict=True):
+        assert difference(ours, theirs) < 2e-3
 
 
 MUTATIONS = [
