@@ -149,11 +149,12 @@ def grouped_factors(x_NI: mx.array, factors_EIO: mx.array, experts_N: mx.array, 
     @forward.vjp  # type: ignore[untyped-decorator]
     def gradient(primals: tuple[mx.array, mx.array], cotangent_NO: mx.array, _: mx.array) -> tuple[mx.array, mx.array]:
         x_NI, factors_EIO = primals
+        x_N1I = x_NI.reshape(-1, 1, x_NI.shape[1])  # x_NI[:, None] has strides that MLX 0.32's CUDA build misreads
 
         def gathered(factors_EIO: mx.array) -> mx.array:
-            return mx.gather_mm(x_NI[:, None], factors_EIO, rhs_indices=experts_N, sorted_indices=True)[:, 0]
+            return mx.gather_mm(x_N1I, factors_EIO, rhs_indices=experts_N, sorted_indices=True)
 
-        of_factors = mx.vjp(gathered, [factors_EIO], [cotangent_NO])[1][0]
+        of_factors = mx.vjp(gathered, [factors_EIO], [cotangent_NO.reshape(x_NI.shape[0], 1, -1)])[1][0]
         return _multiply(cotangent_NO, factors_EIO, tiles_M4, transposed=False), of_factors
 
     product_NO: mx.array = forward(x_NI, factors_EIO)
