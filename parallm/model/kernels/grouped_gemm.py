@@ -22,7 +22,7 @@ MIN_ROWS = 64
 """mlx-lm does not sort fewer."""
 ROWS = 128  # of a tile
 DEPTH = 64  # values that are fetched at once
-COLUMNS_OF_GROUP = 64
+COLUMNS_OF_WARP = 64
 MAX_EXPERTS = 1024
 MAX_EXPERT = 2**31  # values of an expert's weights
 UNIT = 8  # widths are a multiple of it
@@ -34,25 +34,19 @@ class GroupedGemmPlan:
     """The shape of a block."""
 
     across: int
-    """Groups of 64 outputs, of a warp each of which there are two rows, or of two warpgroups."""
+    """Warps side by side, which compute 64 outputs each; there are two rows of them."""
     stages: int
     blocks: int
     """Blocks of an SM, which bound the registers."""
-    lag: int | None = None
-    """Chunks that warpgroups still multiply while the next one begins. None: warps multiply."""
-
-    @property
-    def kernel(self) -> str:
-        return "grouped_gemm" if self.lag is None else "grouped_gemm_hopper"
 
     @property
     def columns(self) -> int:
         """Outputs of a block."""
-        return COLUMNS_OF_GROUP * self.across
+        return COLUMNS_OF_WARP * self.across
 
     @property
     def threads(self) -> int:
-        return 64 * self.across if self.lag is None else 256
+        return 64 * self.across
 
     @property
     def shared_bytes(self) -> int:
@@ -171,10 +165,9 @@ def _multiply(rows: mx.array, weights_EOI: mx.array, tiles_M4: mx.array, *, tran
         ("ACROSS", PLAN.across),
         ("STAGES", PLAN.stages),
         ("BLOCKS", PLAN.blocks),
-        *([] if PLAN.lag is None else [("LAG", PLAN.lag)]),
     )
     num_blocks = tiles_M4.shape[0] * -(-outputs // PLAN.columns)
-    (product,) = kernel(PLAN.kernel, defines, shared_memory=PLAN.shared_bytes)(
+    (product,) = kernel("grouped_gemm", defines, shared_memory=PLAN.shared_bytes)(
         [rows, weights_EOI, tiles_M4],
         [depth, outputs],
         grid=(num_blocks * PLAN.threads, 1, 1),

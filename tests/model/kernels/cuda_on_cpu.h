@@ -230,61 +230,6 @@ void multiply(float* sum, unsigned a0, unsigned a1, unsigned a2, unsigned a3, un
   for (int e = 0; e < 4; e++) sum[e] += found.values[e];
 }
 
-// Products of warpgroups, each done at once or when it is waited for: PTX, "Asynchronous Warpgroup Level Matrix"
-struct Pending {
-  float* sums;
-  int columns;
-  uint64_t a, b;
-  void (*run)(const Pending&);
-};
-std::vector<std::vector<Pending>> products[MAX_THREADS];  // the last group of a thread is open
-uint64_t describe(unsigned start, unsigned leading, unsigned stride) {
-  CHECK(start % 16 == 0 && start < num_shared && leading % 16 == 0 && stride % 16 == 0);
-  return uint64_t(start / 16) | uint64_t(leading / 16) << 16 | uint64_t(stride / 16) << 32;
-}
-// A value `inside` the row of 128 bytes, of rows of which 8 begin where the descriptor's stride says
-template <typename Half>
-float swizzled(uint64_t descriptor, int row, int64_t inside) {
-  unsigned at = (descriptor & 0xffff) * 16 + row / 8 * unsigned(descriptor >> 32) * 16 + row % 8 * 128 + inside;
-  at ^= (at >> 7 & 7) << 4;
-  CHECK(at < num_shared);
-  return float(*reinterpret_cast<const Half*>(shared_memory + at));
-}
-template <typename Half, bool FLIPPED>
-struct Product {
-  template <int N>
-  static void add(float (&sums)[N], uint64_t a, uint64_t b) {
-    const Pending own{sums, N * 2, a, b, run};
-    if (random_numbers() % 2)
-      run(own);
-    else
-      products[threadIdx.x].back().push_back(own);
-  }
-  static void run(const Pending& own) {
-    const int lane = threadIdx.x % 32, leading = (own.b >> 16 & 0xffff) * 16;
-    for (int r = 0; r < 2; r++)
-      for (int k = 0; k < 16; k++) {
-        const float left = swizzled<Half>(own.a, threadIdx.x % 128 / 32 * 16 + r * 8 + lane / 4, k * 2);
-        for (int n = 0; n < own.columns; n += 8)
-          for (int e = 0; e < 2; e++) {
-            const int column = n + lane % 4 * 2 + e;
-            own.sums[n / 2 + r * 2 + e] +=
-                left * (FLIPPED ? swizzled<Half>(own.b, k, column / 64 * leading + column % 64 * 2)
-                                : swizzled<Half>(own.b, column, k * 2));
-          }
-      }
-  }
-};
-void begin_products() {}
-void show_copies() {}
-void commit_products() { products[threadIdx.x].emplace_back(); }
-template <int N>
-void wait_products() {
-  auto& groups = products[threadIdx.x];
-  for (; groups.size() > N + 1; groups.erase(groups.begin()))
-    for (const Pending& pending : groups.front()) pending.run(pending);
-}
-
 // Blocks one after the other, in a random order
 void launch(int blocks, int threads, unsigned shared, int seed, void (*kernel)()) {
   static void (*body)();
@@ -301,7 +246,6 @@ void launch(int blocks, int threads, unsigned shared, int seed, void (*kernel)()
     for (int thread = 0; thread < threads; thread++) {
       ended[thread] = false;
       copies[thread].assign(1, {});
-      products[thread].assign(1, {});
       stacks[thread].resize(STACK);
       getcontext(&fibers[thread]);
       fibers[thread].uc_stack.ss_sp = stacks[thread].data();

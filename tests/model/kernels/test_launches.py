@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
-from unittest.mock import patch
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -25,7 +24,6 @@ from parallm.model.kernels import (
     gated_delta_step,
     gated_norm,
     gather,
-    grouped_gemm,
     page_copy,
     paged_attention,
     quantized_gemm,
@@ -40,6 +38,7 @@ from parallm.model.kernels.compiler import CompileError, Defines, compile_log, s
 from parallm.model.kernels.decode_attention import Columns, RotaryAngles, append_and_attend, columns_of
 from parallm.model.kernels.flash_attention import PackedSequences, attend_pages, page_tiles
 from parallm.model.kernels.gather import take_in_groups, take_known_rows, take_rows
+from parallm.model.kernels.grouped_gemm import grouped_gemm, list_tiles
 from parallm.model.kernels.page_write import PAGE, write_pages
 from parallm.model.kernels.rotary import Rotation, rotated
 from parallm.model.kernels.segmented_lora import GroupOutput, ShrinkOutput, shrink
@@ -338,12 +337,11 @@ def multiply_packed(dtype: mx.Dtype, *, rows: int, outputs: int = 4096, bias: bo
     quantized_gemm.quantized_gemm(x, layer, is_whole=True, is_gated=True)
 
 
-def multiply_experts(dtype: mx.Dtype, plan: grouped_gemm.GroupedGemmPlan) -> None:
+def multiply_experts(dtype: mx.Dtype) -> None:
     half = mx.bfloat16 if dtype == mx.float32 else dtype
     x, weights = mx.zeros((2000, 64), half), mx.zeros((4, 96, 64), half)
-    tiles = grouped_gemm.list_tiles(mx.zeros(2000, mx.uint32), 4)
-    with patch.object(grouped_gemm, "PLAN", plan):
-        mx.vjp(lambda x: grouped_gemm.grouped_gemm(x, weights, tiles), [x], [mx.zeros((2000, 96), half)])
+    tiles = list_tiles(mx.zeros(2000, mx.uint32), 4)
+    mx.vjp(lambda x: grouped_gemm(x, weights, tiles), [x], [mx.zeros((2000, 96), half)])
 
 
 def sum_over_ranks(dtype: mx.Dtype) -> None:
@@ -406,10 +404,7 @@ FACES: dict[str, Face] = {
     "sum over ranks": sum_over_ranks,
     "take": take,
     "unpack": unpack,
-    "multiply experts' rows": lambda dtype: multiply_experts(dtype, grouped_gemm.PLAN),
-    "multiply experts' rows by warpgroups": lambda dtype: multiply_experts(
-        dtype, grouped_gemm.GroupedGemmPlan(across=2, stages=3, blocks=2, lag=0)
-    ),
+    "multiply experts' rows": multiply_experts,
     "multiply tokens by A and join B": lambda dtype: multiply_tokens(dtype, widths=[64, 32, 32]),
     "multiply packed": lambda dtype: multiply_packed(dtype, rows=1),
     "multiply packed, small groups": lambda dtype: multiply_packed(dtype, rows=32, outputs=28672, group=32),
