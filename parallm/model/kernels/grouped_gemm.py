@@ -1,8 +1,9 @@
-"""Products of many rows with the weights of the experts that they are sent to, as one CUDA kernel for tensor cores.
+"""Products of rows with the weights of the experts that they are sent to, as one CUDA kernel for tensor cores.
 
-MLX's product of 16,384 rows of 128 experts (2,048 inputs, 768 outputs) computes 61 TFLOP/s on an H200, where a dense
-one computes 774. Here a tile holds rows of one expert, wherever they begin; a small kernel lists the tiles once for all
-products of a layer. `patches/experts.py` chooses it, where `patches/kernel_trial.py` has seen it agree with MLX's.
+On an H200 MLX's product of 256 rows of 128 experts (2,048 inputs, 768 outputs) takes 573 microseconds, where reading
+the weights takes 84, and one of 16,384 rows 650; here they take 101 and 180. A tile holds rows of one expert, wherever
+they begin; a small kernel lists the tiles once for all products of a layer. `patches/experts.py` chooses it, where
+`patches/kernel_trial.py` has seen it agree with other operations.
 
 Axes: N rows, sorted by expert, M tiles, E experts, I input, O output.
 """

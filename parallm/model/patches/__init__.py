@@ -12,7 +12,7 @@
 | linear layers of modules | `lora/targets.py`, `lora/linear.py` | LoRA; on CUDA layers share an array |
 | classes of quantized layers | `quantized.py` | products on a CPU |
 | `_gather_sort` of `switch_layers` | `experts.py` | the row of each token that experts compute |
-| class of `SwitchLinear` modules, on CUDA | `experts.py` | products of many rows by a kernel |
+| class of `SwitchLinear` modules, on CUDA | `experts.py` | products of sorted rows by a kernel |
 | `SwitchLinear` modules | `lora/targets.py`, `lora/linear.py` | LoRA on experts |
 | `cast_predicate` of models | `quantized.py` | arrays that keep their type |
 | `gated_delta_update`, `ssm_update` of models' modules | `recurrence.py` | chunks with a backward, packed rows |

@@ -36,7 +36,7 @@ def install_experts() -> None:
 
 
 def install_products(base: nn.Module, dtype: mx.Dtype) -> None:
-    """Let the experts of `base`, which computes in `dtype`, multiply many rows with our kernel, where that runs and
+    """Let the experts of `base`, which computes in `dtype`, multiply sorted rows with our kernel, where that runs and
     agrees with MLX's operations. Evaluates no weights."""
     layers = [module for module in base.modules() if type(module) in EXPERTS]
     if not layers or dtype not in grouped_gemm.DTYPES:
@@ -52,7 +52,7 @@ def install_products(base: nn.Module, dtype: mx.Dtype) -> None:
 
 
 class GroupedExperts(switch_layers.SwitchLinear):
-    """Experts whose products of many sorted rows are our kernel's, as long as their weights are frozen."""
+    """Experts whose products of sorted rows are our kernel's, as long as their weights are frozen."""
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
         is_frozen = "weight" in self._no_grad
