@@ -1,6 +1,7 @@
 // Products of rows with the weights of the experts that they are sent to; rows are in the order of their experts.
 // Inputs `x` (N, depth), `weights` (E, outputs, depth), or (E, depth, outputs) if TRANSPOSED, and `tiles` (M, 4) of
-// grouped_gemm_tiles.cu. Output `y` (N, outputs). Depth and outputs are multiples of 8.
+// grouped_gemm_tiles.cu; if RANK `hidden` (N, RANK) and `factors` (E, RANK, outputs), whose product is added. Output `y`
+// (N, outputs). Depth, outputs and RANK are multiples of 8, RANK at most DEPTH.
 // T type of all arrays. A block computes a tile of up to ROWS rows by 64 ACROSS outputs with two by ACROSS warps, STAGES
 // chunks of DEPTH values under way; BLOCKS fit on an SM. Tiles of fewer rows take fewer fragments of each warp.
 // Vectors of 16 bytes of 8 rows lie in 8 different groups of banks: vector v of row r is at place v ^ r % 8.
@@ -14,10 +15,20 @@ struct Operands {
   unsigned left[4][4], right[4][4];
 };
 
+template <int FRAGMENTS>
+__device__ __forceinline__ void multiply_all(float (&sums)[FRAGMENTS][8][4], const Operands& own) {
+#pragma unroll
+  for (int f = 0; f < FRAGMENTS; f++)
+#pragma unroll
+    for (int n = 0; n < 8; n++)
+      multiply<T>(sums[f][n], own.left[f][0], own.left[f][1], own.left[f][2], own.left[f][3],
+                  own.right[n / 2][n % 2 * 2], own.right[n / 2][n % 2 * 2 + 1]);
+}
+
 // FRAGMENTS times 32 rows hold all of the tile's `rows`; `left` outputs are left from its first one on.
 template <int FRAGMENTS>
-__device__ __forceinline__ void multiply_tile(const T* x, const T* weights, T* y, char* shared, int rows, int left,
-                                              int depth, int outputs) {
+__device__ __forceinline__ void multiply_tile(const T* x, const T* weights, const T* hidden, const T* factors, T* y,
+                                              char* shared, int rows, int left, int depth, int outputs) {
   const int lane = threadIdx.x % 32, across = threadIdx.x / 32 % ACROSS, along = threadIdx.x / 32 / ACROSS;
   const int chunks = (depth + DEPTH - 1) / DEPTH;
   const unsigned start = address_of(shared);
@@ -105,18 +116,41 @@ __device__ __forceinline__ void multiply_tile(const T* x, const T* weights, T* y
         fetch(chunk + STAGES - 1, to_stage);
         to_stage = to_stage + 1 == STAGES ? 0 : to_stage + 1;
       }
-      const Operands& own = operands[k % 2];
-#pragma unroll
-      for (int f = 0; f < FRAGMENTS; f++)
-#pragma unroll
-        for (int n = 0; n < 8; n++)
-          multiply<T>(sums[f][n], own.left[f][0], own.left[f][1], own.left[f][2], own.left[f][3],
-                      own.right[n / 2][n % 2 * 2], own.right[n / 2][n % 2 * 2 + 1]);
+      multiply_all(sums, operands[k % 2]);
     }
   }
 
   wait_copies<0>();
   __syncthreads();
+#if RANK
+  constexpr int RANKS = (RANK + 15) / 16 * 16;  // of which the tensor cores take 16 at once
+  for (int i = threadIdx.x; i < FRAGMENTS * 32 * (RANKS / 8); i += THREADS) {
+    const int row = i / (RANKS / 8), v = i % (RANKS / 8);
+    copy_vector(start + row * ROW_BYTES + (v ^ row % 8) * 16, hidden + int64_t(row) * RANK + v * 8,
+                row < rows && v * 8 < RANK);
+  }
+  for (int i = threadIdx.x; i < RANKS * VECTORS; i += THREADS) {
+    const int rank = i / VECTORS, v = i % VECTORS;
+    copy_vector(start + ROWS * ROW_BYTES + rank * COLUMNS * 2 + (v ^ rank % 8) * 16,
+                factors + int64_t(rank) * outputs + v * 8, rank < RANK && v * 8 < left);
+  }
+  commit_copies();
+  wait_copies<0>();
+  __syncthreads();
+#pragma unroll
+  for (int k = 0; k < RANKS / 16; k++) {
+    Operands& own = operands[0];
+#pragma unroll
+    for (int f = 0; f < FRAGMENTS; f++)
+      load_matrices(own.left[f], read_left + f * 32 * ROW_BYTES + ((k * 2 + lane / 16) ^ lane % 8) * 16);
+#pragma unroll
+    for (int n = 0; n < 4; n++)
+      load_transposed(own.right[n], start + ROWS * ROW_BYTES + (k * 16 + lane % 16) * COLUMNS * 2 + across * 128 +
+                                        ((n * 2 + lane / 16) ^ lane % 8) * 16);
+    multiply_all(sums, own);
+  }
+  __syncthreads();
+#endif
   T* const results = reinterpret_cast<T*>(shared);
 #pragma unroll
   for (int f = 0; f < FRAGMENTS; f++)
@@ -136,7 +170,11 @@ __device__ __forceinline__ void multiply_tile(const T* x, const T* weights, T* y
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-    grouped_gemm(const T* x, const T* weights, const int4* tiles, T* y, int depth, int outputs) {
+    grouped_gemm(const T* x, const T* weights, const int4* tiles,
+#if RANK
+                 const T* hidden, const T* factors,
+#endif
+                 T* y, int depth, int outputs) {
   extern __shared__ __align__(128) char shared[];
   const int blocks = (outputs + COLUMNS - 1) / COLUMNS;  // beside each other they read the same rows
   const int4 tile = tiles[blockIdx.x / blocks];
@@ -150,12 +188,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 #else
   weights += (expert * outputs + column) * depth;
 #endif
+#if RANK
+  hidden += first * RANK;
+  factors += expert * RANK * outputs + column;
+#else
+  const T *hidden = nullptr, *factors = nullptr;
+#endif
   if (rows > 96)
-    multiply_tile<4>(x, weights, y, shared, rows, left, depth, outputs);
+    multiply_tile<4>(x, weights, hidden, factors, y, shared, rows, left, depth, outputs);
   else if (rows > 64)
-    multiply_tile<3>(x, weights, y, shared, rows, left, depth, outputs);
+    multiply_tile<3>(x, weights, hidden, factors, y, shared, rows, left, depth, outputs);
   else if (rows > 32)
-    multiply_tile<2>(x, weights, y, shared, rows, left, depth, outputs);
+    multiply_tile<2>(x, weights, hidden, factors, y, shared, rows, left, depth, outputs);
   else
-    multiply_tile<1>(x, weights, y, shared, rows, left, depth, outputs);
+    multiply_tile<1>(x, weights, hidden, factors, y, shared, rows, left, depth, outputs);
 }

@@ -99,6 +99,11 @@ def fits(x: mx.array, weights: mx.array) -> bool:
     )
 
 
+def fits_plus(hidden: mx.array, factors_ERO: mx.array) -> bool:
+    """Whether `grouped_gemm_plus` takes these beside a product that the kernel takes."""
+    return hidden.dtype == factors_ERO.dtype and hidden.shape[-1] <= DEPTH and fits(hidden, factors_ERO)
+
+
 def list_tiles(experts_N: mx.array, num_experts: int) -> mx.array:
     """The tiles of the sorted `experts_N`, (M, 4) int32: the expert, its first row of the tile, the tile's rows, 0. The
     number of tiles is the largest that there can be; those that are not needed come last and have no rows."""
@@ -144,20 +149,62 @@ def grouped_factors(x_NI: mx.array, factors_EIO: mx.array, experts_N: mx.array, 
     @forward.vjp  # type: ignore[untyped-decorator]
     def gradient(primals: tuple[mx.array, mx.array], cotangent_NO: mx.array, _: mx.array) -> tuple[mx.array, mx.array]:
         x_NI, factors_EIO = primals
-        x_N1I = x_NI.reshape(-1, 1, x_NI.shape[1])  # x_NI[:, None] has strides that MLX 0.32's CUDA build misreads
-
-        def gathered(factors_EIO: mx.array) -> mx.array:
-            return mx.gather_mm(x_N1I, factors_EIO, rhs_indices=experts_N, sorted_indices=True)
-
-        of_factors = mx.vjp(gathered, [factors_EIO], [cotangent_NO.reshape(x_NI.shape[0], 1, -1)])[1][0]
-        return _multiply(cotangent_NO, factors_EIO, tiles_M4, transposed=False), of_factors
+        of_rows = _multiply(cotangent_NO, factors_EIO, tiles_M4, transposed=False)
+        return of_rows, _of_factors(x_NI, factors_EIO, experts_N, cotangent_NO)
 
     product_NO: mx.array = forward(x_NI, factors_EIO)
     return product_NO
 
 
-def _multiply(rows: mx.array, weights_EOI: mx.array, tiles_M4: mx.array, *, transposed: bool) -> mx.array:
-    """Rows (N, I) to (N, O) by weights (E, O, I), or by (E, I, O) if `transposed`."""
+def grouped_gemm_plus(
+    x_NI: mx.array,
+    weights_EOI: mx.array,
+    hidden_NR: mx.array,
+    factors_ERO: mx.array,
+    experts_N: mx.array,
+    tiles_M4: mx.array,
+) -> mx.array:
+    """`grouped_gemm` of `x_NI` and `grouped_factors` of `hidden_NR` in one sum, rounded once."""
+
+    @mx.custom_function  # type: ignore[untyped-decorator]
+    def forward(x_NI: mx.array, hidden_NR: mx.array, factors_ERO: mx.array) -> mx.array:
+        return _multiply(x_NI, weights_EOI, tiles_M4, transposed=False, plus=(hidden_NR, factors_ERO))
+
+    @forward.vjp  # type: ignore[untyped-decorator]
+    def gradient(
+        primals: tuple[mx.array, mx.array, mx.array], cotangent_NO: mx.array, _: mx.array
+    ) -> tuple[mx.array, mx.array, mx.array]:
+        _, hidden_NR, factors_ERO = primals
+        return (
+            _multiply(cotangent_NO, weights_EOI, tiles_M4, transposed=True),
+            _multiply(cotangent_NO, factors_ERO, tiles_M4, transposed=False),
+            _of_factors(hidden_NR, factors_ERO, experts_N, cotangent_NO),
+        )
+
+    product_NO: mx.array = forward(x_NI, hidden_NR, factors_ERO)
+    return product_NO
+
+
+def _of_factors(x_NI: mx.array, factors_EIO: mx.array, experts_N: mx.array, cotangent_NO: mx.array) -> mx.array:
+    """The gradient of the factors."""
+    x_N1I = x_NI.reshape(-1, 1, x_NI.shape[1])  # x_NI[:, None] has strides that MLX 0.32's CUDA build misreads
+
+    def gathered(factors_EIO: mx.array) -> mx.array:
+        return mx.gather_mm(x_N1I, factors_EIO, rhs_indices=experts_N, sorted_indices=True)
+
+    return mx.vjp(gathered, [factors_EIO], [cotangent_NO.reshape(x_NI.shape[0], 1, -1)])[1][0]
+
+
+def _multiply(
+    rows: mx.array,
+    weights_EOI: mx.array,
+    tiles_M4: mx.array,
+    *,
+    transposed: bool,
+    plus: tuple[mx.array, mx.array] | None = None,
+) -> mx.array:
+    """Rows (N, I) to (N, O) by weights (E, O, I), or by (E, I, O) if `transposed`; `plus`, (N, R) and (E, R, O), is
+    multiplied and added."""
     num_rows, depth = rows.shape
     outputs = weights_EOI.shape[2 if transposed else 1]
     defines = (
@@ -166,10 +213,11 @@ def _multiply(rows: mx.array, weights_EOI: mx.array, tiles_M4: mx.array, *, tran
         ("ACROSS", PLAN.across),
         ("STAGES", PLAN.stages),
         ("BLOCKS", PLAN.blocks),
+        ("RANK", plus[0].shape[1] if plus else 0),
     )
     num_blocks = tiles_M4.shape[0] * -(-outputs // PLAN.columns)
     (product,) = kernel("grouped_gemm", defines, shared_memory=PLAN.shared_bytes)(
-        [rows, weights_EOI, tiles_M4],
+        [rows, weights_EOI, tiles_M4, *(plus or ())],
         [depth, outputs],
         grid=(num_blocks * PLAN.threads, 1, 1),
         threadgroup=(PLAN.threads, 1, 1),

@@ -16,7 +16,7 @@ import mlx.core as mx
 from parallm.model.kernels import grouped_gemm
 from parallm.model.kernels.cuda import on_cuda
 from parallm.model.lora.joined import JoinedA, join_a, padded, present_groups
-from parallm.model.patches.experts import SortedExperts, tiles_of
+from parallm.model.patches.experts import ExpertProduct, SortedExperts, tiles_of
 from parallm.model.patches.forward import origin_of
 
 Targets = tuple[str, ...]
@@ -101,6 +101,9 @@ class ExpertLora:
         b_ERO = self.b_ERO[target]
         if index_B is None:
             hidden = self.groups[target].product(target, x, routing.product)
+            origin = origin_of(y)
+            if isinstance(origin, ExpertProduct) and grouped_gemm.fits_plus(hidden, b_ERO):
+                return origin.plus(hidden, b_ERO)
             return y + routing.product(hidden, b_ERO).astype(y.dtype)
         versions = routing.versions(index_B)
         own = routing

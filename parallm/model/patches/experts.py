@@ -30,6 +30,27 @@ class SortedExperts:
     """`grouped_gemm.list_tiles` of the indices, once a product has asked for them."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertProduct:
+    """Origin of a product (N, 1, O) of sorted rows with their experts, which nothing has asked for yet."""
+
+    x_NI: mx.array
+    weights_EOI: mx.array
+    bias_NO: mx.array | None
+    experts_N: mx.array
+
+    def plus(self, hidden: mx.array, factors_ERO: mx.array) -> mx.array:
+        """The product with that of `hidden` (N, 1, R) and the experts' factors added, in one kernel."""
+        tiles_M4 = tiles_of(self.experts_N, self.weights_EOI.shape[0])
+        hidden_NR = hidden.reshape(-1, hidden.shape[-1])
+        y_NO = grouped_gemm.grouped_gemm_plus(
+            self.x_NI, self.weights_EOI, hidden_NR, factors_ERO, self.experts_N, tiles_M4
+        )
+        if self.bias_NO is not None:
+            y_NO = y_NO + self.bias_NO
+        return y_NO.reshape(*hidden.shape[:-1], -1)
+
+
 def install_experts() -> None:
     """Let mlx-lm's mixtures sort with `sort_by_expert`. Changes mlx-lm's module; safe to repeat."""
     switch_layers._gather_sort = sort_by_expert
@@ -61,9 +82,12 @@ class GroupedExperts(switch_layers.SwitchLinear):
             return product
         rows_NI = x.reshape(-1, x.shape[-1])
         y_NO = grouped_gemm.grouped_gemm(rows_NI, self.weight, tiles_of(indices, self.num_experts))
-        if "bias" in self:
-            y_NO = y_NO + self.bias[indices]
-        return y_NO.reshape(*x.shape[:-1], -1)
+        bias_NO = self.bias[indices] if "bias" in self else None
+        if bias_NO is not None:
+            y_NO = y_NO + bias_NO
+        y: mx.array = y_NO.reshape(*x.shape[:-1], -1)
+        set_origin(y, ExpertProduct(x_NI=rows_NI, weights_EOI=self.weight, bias_NO=bias_NO, experts_N=indices))
+        return y
 
 
 def tiles_of(experts_N: mx.array, num_experts: int) -> mx.array:

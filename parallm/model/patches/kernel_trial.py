@@ -3,7 +3,7 @@
 The kernels have run on few GPUs, drivers and compilers, and a run would learn from wrong numbers for hours. So small
 layers are computed both ways, forward and backward, and a difference turns the kernels off.
 
-Axes: M tokens, B rows, H heads, D head size, C channels, N sorted rows, E experts, I input, O output.
+Axes: M tokens, B rows, H heads, D head size, C channels, N sorted rows, E experts, I input, O output, R rank.
 """
 
 import logging
@@ -24,7 +24,7 @@ ROWS = PackedRows([Row(0, 70), Row(70, 90, after=0), Row(160, 32, after=0)], 192
 NUM_ROWS, HEADS, KEY_HEADS, SIZE = 3, 4, 2, 128
 CHANNELS, WIDTH = 64, 4
 EXPERT_ROWS = (0, 150, 1, 0, 70)
-EXPERT_INPUTS, EXPERT_OUTPUTS = 72, 136
+EXPERT_INPUTS, EXPERT_OUTPUTS, RANK = 72, 136, 24
 MAX_ERROR = 5e-3
 """The largest difference over the largest number of an array. Products of float32 on tensor cores round to TF32, 5e-4
 each, and several follow each other; bfloat16 rounds to 2e-3. A kernel that computes something else leaves 0.1 and
@@ -147,7 +147,7 @@ def _steps() -> tuple[Arrays, Arrays]:
 
 
 def _experts(dtype: mx.Dtype) -> tuple[Arrays, Arrays]:
-    """Sorted rows, which begin anywhere, and the gradient of them."""
+    """Products of sorted rows, which begin anywhere, their gradient, and products with LoRA's added."""
     experts_N = mx.array([expert for expert, rows in enumerate(EXPERT_ROWS) for _ in range(rows)], mx.uint32)
     x_NI = _normal(21, experts_N.size, EXPERT_INPUTS).astype(dtype)
     weights_EOI = _normal(22, len(EXPERT_ROWS), EXPERT_OUTPUTS, EXPERT_INPUTS).astype(dtype)
@@ -157,9 +157,14 @@ def _experts(dtype: mx.Dtype) -> tuple[Arrays, Arrays]:
         lambda x_NI: grouped_gemm.grouped_gemm(x_NI, weights_EOI, tiles_M4), [x_NI], [slopes_NO]
     )
 
+    hidden_NR = _normal(24, experts_N.size, RANK).astype(dtype)
+    factors_ERO = _normal(25, len(EXPERT_ROWS), RANK, EXPERT_OUTPUTS).astype(dtype)
+    total = grouped_gemm.grouped_gemm_plus(x_NI, weights_EOI, hidden_NR, factors_ERO, experts_N, tiles_M4)
     weights_NOI = weights_EOI.astype(mx.float32)[experts_N]
+    factors_NRO = factors_ERO.astype(mx.float32)[experts_N]
     expected = [
         (weights_NOI * x_NI[:, None].astype(mx.float32)).sum(2),
         (weights_NOI * slopes_NO[:, :, None].astype(mx.float32)).sum(1),
     ]
-    return [*products, *gradients], expected
+    expected.append(expected[0] + (factors_NRO * hidden_NR[:, :, None].astype(mx.float32)).sum(1))
+    return [*products, *gradients, total], expected

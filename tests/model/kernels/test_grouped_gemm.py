@@ -14,6 +14,7 @@ from parallm.model.kernels.grouped_gemm import (
     fits,
     grouped_factors,
     grouped_gemm,
+    grouped_gemm_plus,
     list_tiles,
 )
 from tests.model.kernels.cuda_on_cpu import CpuKernels, needs_compiler
@@ -119,6 +120,48 @@ def test_factors_have_gradients_too(kernels: CpuKernels) -> None:
     wanted = mx.vjp(product, *([array.astype(mx.float32) for array in arrays] for arrays in ([x, factors], [slope])))
     for ours, theirs in zip([*found[0], *found[1]], [*wanted[0], *wanted[1]], strict=True):
         assert difference(ours, theirs) < 2e-3
+
+
+def plus(counts: list[int], inputs: int, outputs: int, rank: int) -> float:
+    """How far a product with factors' product added, and the three gradients, are from those by gathered weights."""
+    experts = mx.array(np.repeat(np.arange(len(counts), dtype=np.uint32), counts))
+    tiles, rows = list_tiles(experts, len(counts)), experts.size
+    weights = normal(2, len(counts), outputs, inputs) / inputs**0.5
+    primals = [normal(1, rows, inputs), normal(4, rows, rank), normal(5, len(counts), rank, outputs) / rank**0.5]
+    slope = normal(3, rows, outputs)
+    found = mx.vjp(
+        lambda x, hidden, factors: grouped_gemm_plus(x, weights, hidden, factors, experts, tiles), primals, [slope]
+    )
+
+    def product(x: mx.array, hidden: mx.array, factors: mx.array) -> mx.array:
+        of_rows = weights.astype(mx.float32)[experts]
+        return (of_rows @ x[:, :, None])[:, :, 0] + (hidden[:, None] @ factors[experts])[:, 0]
+
+    wanted = mx.vjp(product, *([array.astype(mx.float32) for array in arrays] for arrays in (primals, [slope])))
+    pairs = zip([*found[0], *found[1]], [*wanted[0], *wanted[1]], strict=True)
+    return max(difference(ours, theirs) for ours, theirs in pairs)
+
+
+@needs_compiler
+@pytest.mark.cpu
+@pytest.mark.parametrize(("counts", "rank"), [([20, 0, 40], 8), ([0, 130, 3], 24)])
+def test_factors_are_added_in_one_sum(counts: list[int], rank: int, kernels: CpuKernels) -> None:
+    assert plus(counts, 72, 136, rank) < 2e-3
+
+
+@needs_compiler
+@pytest.mark.cpu
+@pytest.mark.parametrize(
+    ("old", "new"), [("(k * 16 + lane % 16) *", "(lane % 16) *"), ("factors += expert", "factors += 0 * expert")]
+)
+def test_another_line_of_the_sum_is_found(old: str, new: str, kernels: CpuKernels) -> None:
+    kernels.mutation = "grouped_gemm", old, new
+    assert plus([20, 40], 72, 136, 24) > 0.02
+
+
+@needs_hopper
+def test_the_sum_agrees_with_gathered_weights() -> None:
+    assert plus([0, 700, 1, 128, 33, 0, 500], 2048, 768, 16) < 2e-3
 
 
 MUTATIONS = [

@@ -38,7 +38,7 @@ from parallm.model.kernels.compiler import CompileError, Defines, compile_log, s
 from parallm.model.kernels.decode_attention import Columns, RotaryAngles, append_and_attend, columns_of
 from parallm.model.kernels.flash_attention import PackedSequences, attend_pages, page_tiles
 from parallm.model.kernels.gather import take_in_groups, take_known_rows, take_rows
-from parallm.model.kernels.grouped_gemm import grouped_gemm, list_tiles
+from parallm.model.kernels.grouped_gemm import grouped_gemm, grouped_gemm_plus, list_tiles
 from parallm.model.kernels.page_write import PAGE, write_pages
 from parallm.model.kernels.rotary import Rotation, rotated
 from parallm.model.kernels.segmented_lora import GroupOutput, ShrinkOutput, shrink
@@ -342,6 +342,9 @@ def multiply_experts(dtype: mx.Dtype) -> None:
     x, weights = mx.zeros((2000, 64), half), mx.zeros((4, 96, 64), half)
     tiles = list_tiles(mx.zeros(2000, mx.uint32), 4)
     mx.vjp(lambda x: grouped_gemm(x, weights, tiles), [x], [mx.zeros((2000, 96), half)])
+    for rank in (8, 64):
+        hidden, factors = mx.zeros((2000, rank), half), mx.zeros((4, rank, 96), half)
+        grouped_gemm_plus(x, weights, hidden, factors, mx.zeros(2000, mx.uint32), tiles)
 
 
 def sum_over_ranks(dtype: mx.Dtype) -> None:

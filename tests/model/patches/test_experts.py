@@ -10,6 +10,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, Switch
 from parallm.model.kernels import cuda, grouped_gemm
 from parallm.model.kernels.compiler import Defines
 from parallm.model.kernels.cuda import on_cuda
+from parallm.model.lora.experts import Routing, expert_lora
 from parallm.model.patches import experts
 from parallm.model.patches.experts import GroupedExperts, install_experts, install_products
 from tests.model.kernels.cuda_on_cpu import CpuKernels, needs_compiler
@@ -77,6 +78,24 @@ def test_a_mixture_of_many_rows_computes_as_before(bias: bool, launched: list[st
     assert launched == ["grouped_gemm_tiles", *["grouped_gemm"] * 6]
     for one, other in zip(found, wanted, strict=True):
         assert mx.abs(one - other).max().item() < 5e-3 * mx.abs(other).max().item()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_lora_is_added_in_the_product(bias: bool, launched: list[str]) -> None:
+    layer = mixture(bias=bias)
+    install_products(layer, mx.float16)
+    x = mx.random.normal((120, 1, INPUTS), key=mx.random.key(7)).astype(mx.float16)
+    experts_N = mx.sort(mx.random.randint(0, EXPERTS, (120,), key=mx.random.key(8))).astype(mx.uint32)
+    a = mx.random.normal((EXPERTS, INPUTS, 8), key=mx.random.key(9)).astype(mx.float16) / INPUTS**0.5
+    b = mx.random.normal((EXPERTS, 8, HIDDEN), key=mx.random.key(10)).astype(mx.float16)
+    y = layer.up_proj(x, experts_N, sorted_indices=True)
+    lora = expert_lora({"up": a}, {"up": b}, ())
+    found = lora.apply("up", x, y, Routing(experts=experts_N, is_sorted=True))
+    mx.eval(found)
+    wide = in_float32(layer).up_proj(x.astype(mx.float32), experts_N)
+    wanted = wide + x.astype(mx.float32) @ a.astype(mx.float32)[experts_N] @ b.astype(mx.float32)[experts_N]
+    assert launched.count("grouped_gemm") == 3, "the base's own product, which nobody asks for, A's, and the sum"
+    assert mx.abs(found.astype(mx.float32) - wanted).max().item() < 5e-3 * mx.abs(wanted).max().item()
 
 
 def test_other_experts_are_left_as_they_are(launched: list[str]) -> None:
