@@ -28,8 +28,8 @@ from parallm.metrics.json_lines import read_rows
 SCRIPTS = Path(__file__).parents[1]
 ROOT = SCRIPTS.parent
 NANO = ROOT / "parallm" / "model" / "nano"
-PEER = {"MLX_BFS_MAX_WIDTH": "20"}
-"""Our BLAS loading changes this variable of MLX; other people's code runs with MLX's own default."""
+PEER = {"MLX_BFS_MAX_WIDTH": "20", "MLX_ENABLE_TF32": "1"}
+"""Our BLAS loading changes these variables of MLX; other people's code runs with MLX's own defaults."""
 SECONDS_TO_START, SECONDS_TO_STOP = 120.0, 60.0
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
