@@ -140,7 +140,7 @@ def tokens_with_watchers(request: Request) -> Figures:
     with TemporaryDirectory() as name, running("parallm.train", RUN, Path(name)) as server:
         token_gaps(server.url)
         found = in_turns(
-            request.size(15, 1), {"none": lambda _: gaps(server, 0), "watched": lambda _: gaps(server, WATCHERS)}
+            request.size(45, 1), {"none": lambda _: gaps(server, 0), "watched": lambda _: gaps(server, WATCHERS)}
         )
     middles, ends = ({side: list(map(of, rounds)) for side, rounds in found.items()} for of in (median, p99))
     return {
