@@ -1,8 +1,9 @@
 """A packed forward against one row after the other."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import mlx.core as mx
 import pytest
@@ -74,6 +75,26 @@ def test_recurrent_rows_are_packed_in_any_type_unless_they_see_each_other(
     assert can_pack(model)
     one_row = PackedRows([Row(start=0, length=9)], 9)  # as if each token saw all before it
     monkeypatch.setattr("parallm.learner.passes.packing.PackedRows", lambda *_: one_row)
+    assert not can_pack(model)
+
+
+@pytest.mark.parametrize(("architecture", "packs"), [("qwen3_moe", True), ("qwen3", False)])
+def test_a_mixture_in_16_bits_is_packed_though_a_router_chooses_another_expert(
+    architecture: str, packs: bool, load_tiny: Callable[[str], SharedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = replace(load_tiny(architecture), dtype=mx.bfloat16)  # MLX's CPU build multiplies experts in float32 alone
+    assert can_pack(model)
+
+    def differing(share: float) -> Callable[..., mx.array]:
+        def hidden(*arguments: Any) -> mx.array:
+            exact = packed_hidden(*arguments)
+            return exact + share * mx.linalg.norm(exact, axis=-1, keepdims=True) / exact.shape[-1] ** 0.5
+
+        return hidden
+
+    monkeypatch.setattr("parallm.learner.passes.packing.packed_hidden", differing(0.1))
+    assert can_pack(model) is packs
+    monkeypatch.setattr("parallm.learner.passes.packing.packed_hidden", differing(1.0))
     assert not can_pack(model)
 
 
