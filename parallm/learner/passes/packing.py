@@ -46,7 +46,7 @@ MAX_ERROR, MAX_ERROR_16_BITS = 1e-3, 3e-2
 """Relative difference that a packed forward may have."""
 MAX_GROWN_ERROR = 0.3
 """The same in 16 bits for recurrent layers, in which rounding grows, and for mixtures, where it makes a router choose
-another expert: random weights of Qwen3.5-0.8B have 0.08 on an H200, and rows that see each other about 1."""
+another expert. Random weights of Qwen3.5-0.8B have 0.08 on an H200, of Qwen3-30B-A3B between 0.03 and 0.3."""
 UNPACKABLE = (AssertionError, AttributeError, IndexError, TypeError, ValueError)
 """Errors of layers that do not understand the shapes, masks or caches of a packed forward."""
 
@@ -244,23 +244,31 @@ def can_pack(model: SharedModel) -> bool:
     if not model.make_cache():  # an encoder
         return False
     prompt, completions = [3, 1, 4, 1, 5], [[9, 2], [6, 5]]
-    inputs = mx.array(prompt + [token for tokens in completions for token in tokens])
+    segments = [Segment(prompt=len(prompt), runs=((2, 2),))]
+    allowed = _allowed_error(model)
     try:
-        packed = packed_hidden(model, inputs, [Segment(prompt=len(prompt), runs=((2, 2),))], None)
+        packed = packed_hidden(model, mx.array(prompt + completions[0] + completions[1]), segments, None)
         whole = [model.hidden(mx.array([prompt + tokens]), model.make_cache(), None)[0, ...] for tokens in completions]
-        expected = mx.concatenate([whole[0], whole[1][len(prompt) :]]).astype(mx.float32)
-        difference = mx.linalg.norm(packed.astype(mx.float32) - expected) / mx.linalg.norm(expected)
-        error, allowed = float(difference.item()), _allowed_error(model)
+        error = _relative_error(packed, mx.concatenate([whole[0], whole[1][len(prompt) :]]))
+        # rows that see each other may differ by no more than a mixture's rounding: 0.2 was seen
+        other = packed_hidden(model, mx.array(prompt + [7, 8] + completions[1]), segments, None)
+        seen = _relative_error(other[-2:], packed[-2:])
     except UNPACKABLE as failure:
         logger.info("%s learns row by row: its layers do not take packed rows: %s", model.name, failure)
         return False
-    if error < allowed:
+    if error < allowed and seen < MAX_ERROR_16_BITS:
         return True
     logger.info(
-        "%s learns row by row: hidden states of packed rows differ by %.1e from those alone; rounding allows %.1e",
-        *(model.name, error, allowed),
+        "%s learns row by row: hidden states of packed rows differ by %.1e from those alone, where rounding allows "
+        "%.1e, and by %.1e with the tokens of another row, where %.1e is allowed",
+        *(model.name, error, allowed, seen, MAX_ERROR_16_BITS),
     )
     return False
+
+
+def _relative_error(found: mx.array, expected: mx.array) -> float:
+    found, expected = found.astype(mx.float32), expected.astype(mx.float32)
+    return float((mx.linalg.norm(found - expected) / mx.linalg.norm(expected)).item())
 
 
 def _allowed_error(model: SharedModel) -> float:

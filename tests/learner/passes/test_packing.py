@@ -98,6 +98,20 @@ def test_a_mixture_in_16_bits_is_packed_though_a_router_chooses_another_expert(
     assert not can_pack(model)
 
 
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral", "qwen3"])
+def test_rows_that_see_each_other_are_not_packed_however_much_rounding_allows(
+    architecture: str, load_tiny: Callable[[str], SharedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load_tiny(architecture)
+    monkeypatch.setattr("parallm.learner.passes.packing._allowed_error", lambda _: 10.0)
+    assert can_pack(model)
+    monkeypatch.setattr(
+        "parallm.learner.passes.packing.packed_hidden",
+        lambda model, inputs, _, lora: packed_hidden(model, inputs, [Segment(prompt=inputs.size)], lora),
+    )
+    assert not can_pack(model)
+
+
 def test_a_model_with_a_state_is_not_packed(load_tiny: Callable[[str], SharedModel]) -> None:
     assert not can_pack(load_tiny("mamba"))
 
