@@ -25,11 +25,11 @@ from parallm.learner.passes.batch import MicroBatch, make_micro_batches
 from parallm.learner.passes.gradient import LoraWeights, PassResult, PolicyGradient, TokenStatistics
 from parallm.learner.passes.lm_head import Stages, run_stages
 from parallm.learner.passes.packing import takes_rows
+from parallm.learner.passes.recomputation import overlaps_passes
 from parallm.learner.passes.scoring import ScoredStep, TokenLoss, score_step, token_losses
 from parallm.learner.settings import LearnerSettings
 from parallm.metrics.rollout_format import LearnedCompletion
 from parallm.model.adapters.adapter import Adapter
-from parallm.model.kernels.cuda import on_cuda
 from parallm.model.shared_model import SharedModel
 from parallm.reports import ParityReport, RatioReport, UpdateReport
 from parallm.types import TrajectoryGroup
@@ -154,6 +154,7 @@ class Learner(AdapterLearner):
         self._objective = resolve_objective(settings)
         self._builder = GraphBuilder(streams.handles[0])
         self._takes_rows = takes_rows(model)
+        self._overlaps = overlaps_passes(model, self._budget * streams.width, checkpoints=self._checkpoints)
         self._look = Look((), ())
         self._gradient = PolicyGradient(
             model,
@@ -273,7 +274,7 @@ class Learner(AdapterLearner):
             following, last = self._builder.build_during(partial(build, current), current.queue_backward)
             if last is not None:
                 mx.async_eval(last.all_arrays())
-            elif following is not None and on_cuda() and not self._is_waited_for():
+            elif following is not None and self._overlaps and not self._is_waited_for():
                 following.queue_trunk()
             add(current)
             seconds += time.perf_counter() - began

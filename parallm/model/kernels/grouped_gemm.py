@@ -24,6 +24,7 @@ MIN_ROWS = 64
 ROWS = 128  # of a tile
 DEPTH = 64  # values that are fetched at once
 COLUMNS_OF_WARP = 64
+MAX_RANK = DEPTH  # of factors whose product is added to another
 MAX_EXPERTS = 1024
 MAX_EXPERT = 2**31  # values of an expert's weights
 UNIT = 8  # widths are a multiple of it
@@ -101,7 +102,7 @@ def fits(x: mx.array, weights: mx.array) -> bool:
 
 def fits_plus(hidden: mx.array, factors_ERO: mx.array) -> bool:
     """Whether `grouped_gemm_plus` takes these beside a product that the kernel takes."""
-    return hidden.dtype == factors_ERO.dtype and hidden.shape[-1] <= DEPTH and fits(hidden, factors_ERO)
+    return hidden.dtype == factors_ERO.dtype and hidden.shape[-1] <= MAX_RANK and fits(hidden, factors_ERO)
 
 
 def list_tiles(experts_N: mx.array, num_experts: int) -> mx.array:

@@ -138,6 +138,21 @@ class ExpertLora:
         a_EIR = {target: group.split(group.a_IK)[target] for target, group in self.groups.items()}
         return expert_lora(a_EIR, self.b_ERO, ())
 
+    def widened(self) -> "ExpertLora":
+        """The same weights; B of joined targets takes the columns of all, with zeros for those of others, as long as
+        our kernel multiplies so many. Parts of a product need not be copied, and a rank of 16 takes no longer than 8.
+        """
+        b_ERO = dict(self.b_ERO)
+        groups: list[JoinedA] = []
+        for group in self._groups():
+            rank = group.a_IK.shape[-1]
+            if group.cuts and rank <= grouped_gemm.MAX_RANK:
+                for target, start in zip(group.targets, (0, *group.cuts), strict=True):
+                    b_ERO[target] = padded(b_ERO[target], -2, start, rank)
+                group = JoinedA(group.targets, None, group.a_IK)
+            groups.append(group)
+        return ExpertLora(_by_target(groups), b_ERO, self.num_versions)
+
     def version(self, index: int) -> "ExpertLora":
         """One of the versions, not evaluated."""
         size = {name: b.shape[0] // self.num_versions for name, b in self.b_ERO.items()}

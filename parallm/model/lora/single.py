@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 
+from parallm.model.kernels import grouped_gemm
 from parallm.model.kernels.cuda import on_cuda
 from parallm.model.lora.experts import ExpertLora, ExpertStructure, Routing, expert_lora, expert_rank
 from parallm.model.lora.joined import JoinedA, computed_rank, cuts_of, join_a, padded, present_groups
@@ -165,4 +166,5 @@ def _experts(targets: Collection[str], arrays: Mapping[str, mx.array], scaling: 
         rank = expert_rank(a.shape[-1])
         a_EIR[target] = padded(a, -1, 0, rank).astype(scaling.dtype)
         b_ERO[target] = padded(b * (scaling.scales[target] * scaling.shift), -2, 0, rank).astype(scaling.dtype)
-    return expert_lora(a_EIR, b_ERO, scaling.joined)
+    experts = expert_lora(a_EIR, b_ERO, scaling.joined)
+    return experts.widened() if grouped_gemm.has_kernel() else experts

@@ -6,7 +6,7 @@ from mlx_lm.models import llama
 
 from parallm.errors import ConfigError
 from parallm.learner.passes import recomputation
-from parallm.learner.passes.recomputation import activation_bytes, checkpoints_layers, pass_tokens
+from parallm.learner.passes.recomputation import activation_bytes, checkpoints_layers, overlaps_passes, pass_tokens
 from parallm.learner.settings import LearnerSettings
 from parallm.model.shared_model import SharedModel
 
@@ -45,6 +45,21 @@ def test_a_pass_on_a_gpu_fills_a_share_of_its_memory(
     monkeypatch.setattr(recomputation, "device_memory", lambda: H200_BYTES // 4)
     assert 1024 <= pass_tokens(LearnerSettings(), model) <= expected
     assert not checkpoints_layers(LearnerSettings(), model, pass_tokens(LearnerSettings(), model))
+
+
+def test_a_mixture_has_longer_passes_on_a_gpu_one_after_the_other(
+    nano: SharedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recomputation, "on_cuda", lambda: True)
+    monkeypatch.setattr(recomputation, "device_memory", lambda: H200_BYTES)
+    dense = shaped(nano, SHAPES["8B"][0])
+    mixture = replace(dense, experts_per_token=8)
+    tokens, more = (pass_tokens(LearnerSettings(), model) for model in (dense, mixture))
+    assert more > 1.9 * tokens
+    assert not checkpoints_layers(LearnerSettings(), mixture, more)
+    assert overlaps_passes(dense, tokens, checkpoints=False)
+    assert not overlaps_passes(mixture, more, checkpoints=False)
+    assert overlaps_passes(mixture, more, checkpoints=True)
 
 
 def test_a_pass_of_a_model_that_fills_the_gpu_is_the_smallest(

@@ -1,6 +1,7 @@
 """LoRA on experts: each row gets the product of its own version's matrices of the experts that its token chose."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
@@ -106,6 +107,48 @@ def test_rows_of_one_version_stay_sorted(monkeypatch: pytest.MonkeyPatch) -> Non
     for versions in ([weights(1)], [weights(1), weights(2)]):
         stack_experts(versions).apply("layer", wide, y, Routing(experts=indices, is_sorted=True), mx.array([0, -1]))
     assert orders == [True, True, False, False]
+
+
+def test_widened_factors_give_the_same_products_and_gradients() -> None:
+    targets = ("gate", "up")
+    a_EIR = {
+        name: mx.random.normal((NUM_EXPERTS, INPUTS, RANK), key=mx.random.key(4 + i)) for i, name in enumerate(targets)
+    }
+    b_ERO = {
+        name: mx.random.normal((NUM_EXPERTS, RANK, OUTPUTS), key=mx.random.key(6 + i)) for i, name in enumerate(targets)
+    }
+    apart = expert_lora(a_EIR, b_ERO, [targets])
+    wide = apart.widened()
+    assert wide.structure() != apart.structure()
+    assert apart.groups["gate"].cuts == (RANK,)
+    assert wide.groups["gate"].cuts is None
+    x, experts = rows(40)
+    sorted_x, indices, _ = sort_by_expert(x[:, :, None, None], experts)
+    routing, y = Routing(experts=indices, is_sorted=True), mx.zeros((*indices.shape, 1, OUTPUTS))
+
+    def products(lora: ExpertLora) -> list[mx.array]:
+        return [lora.apply(target, sorted_x, y, routing) for target in targets]
+
+    for narrow, made in zip(products(apart), products(wide), strict=True):
+        assert mx.allclose(narrow, made, rtol=1e-5, atol=1e-4).item()
+
+    def loss(arrays: list[mx.array], *, widens: bool) -> mx.array:
+        lora = expert_lora(
+            dict(zip(targets, arrays[:2], strict=True)), dict(zip(targets, arrays[2:], strict=True)), [targets]
+        )
+        gate, up = products(lora.widened() if widens else lora)
+        return (gate.sin() * up).sum()
+
+    arrays = [*a_EIR.values(), *b_ERO.values()]
+    for narrow, made in zip(*(mx.grad(partial(loss, widens=widens))(arrays) for widens in (False, True)), strict=True):
+        assert narrow.shape == made.shape
+        assert float(mx.linalg.norm(narrow - made).item()) < 1e-4 * float(mx.linalg.norm(narrow).item())
+    stacked = stack_experts([wide, apart])
+    index_B = mx.array([0, 1])
+    alone = stack_experts([apart, apart])
+    for target in targets:
+        found, expected = (each.apply(target, sorted_x, y, routing, index_B) for each in (stacked, alone))
+        assert mx.allclose(found, expected, rtol=1e-4, atol=1e-3).item()
 
 
 def test_an_infinite_version_does_not_reach_other_rows() -> None:
