@@ -18,7 +18,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers
 import numpy as np
-from mlx.utils import tree_map
+from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.tuner.trainer import default_loss, grad_checkpoint
 from mlx_lm.tuner.utils import linear_to_lora_layers
@@ -42,6 +42,7 @@ class Updates:
         )
         self._model.train()
         mx.eval(self._model.parameters())
+        self._parameters = dict(tree_flatten(self._model.trainable_parameters()))
         self._calls = {type(layer): type(layer).__call__ for layer in self._model.layers}
         self._prompt, length = prompt, prompt + completion
         # one token more, as mlx-lm pads: then the inputs have the length that its fused attention needs
@@ -51,6 +52,8 @@ class Updates:
     def seconds(self, settings: Settings, repeats: int) -> list[float]:
         """Of each update, after those that warm up."""
         model, rows = self._model, settings["rows"]
+        # updates that did not fit into memory have left parameters that would be computed again
+        model.load_weights([*self._parameters.items()], strict=False)
         for layer_class, call in self._calls.items():
             layer_class.__call__ = call
         if settings.get("checkpoint", False):
