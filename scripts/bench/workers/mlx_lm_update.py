@@ -5,13 +5,13 @@ with `checkpoint: true` layers are computed again in the backward pass, as by it
 
 Its own loss computes logits for prompts, too, and leaves them out of the sum; `head: completions` is the same loss of
 completion tokens alone, which ours and PyTorch's side compute. Unless the settings name the rows of a pass, it looks
-for those with which it is fastest, and for the fastest of other `choices`; what does not fit into memory is left out.
+for those with which it is fastest; what does not fit into memory is left out.
 """
 
 import gc
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -110,7 +110,6 @@ def main(
     completion: int,
     passes: Sequence[int],
     settings: Settings,
-    choices: Mapping[str, Sequence[Any]] | None = None,
     repeats: int = 3,
     rank: int = 16,
 ) -> dict[str, Any]:
@@ -127,7 +126,6 @@ def main(
         return seconds
 
     if "rows" not in settings:
-        choices = {"rows": passes, **(choices or {})}
-        settings = tune({**settings, "rows": passes[0]}, choices, trial)[0].settings
+        settings = tune({**settings, "rows": passes[0]}, {"rows": passes}, trial)[0].settings
     seconds = updates.seconds(settings, repeats)
     return {"seconds": seconds, "peak_gb": mx.get_peak_memory() / 1e9, "settings": settings}
