@@ -46,7 +46,7 @@ def hybrid_gpu(request: Request) -> Figures:
     found = {"parallm": attempt("parallm_update", **job)}
     if request.wants("hybrid.gpu.update_vs_fla"):
         python = {"python": request.torch_python, "environment": {"BENCH_BLAS_LIBRARY": ""}}
-        done = attempt("torch_update", is_peer=True, **python, **job, passes=(8, 4), settings=None)
+        done = attempt("torch_update", is_peer=True, **python, **job, passes=(8,), settings=None)
         found["PyTorch + PEFT + fla"] = done if done.get("has_fla") else {}
     if request.wants("hybrid.gpu.update_vs_mlx_lm"):
         # without checkpoints two rows at once need more than 141 GB; fewer would repeat the loop over tokens
