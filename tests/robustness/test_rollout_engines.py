@@ -5,6 +5,7 @@ gradient, and so all later steps. The controls: a server that computes with an o
 the trainer must find out and a trainer that believes it must be seen to go wrong by; and a server with another base.
 """
 
+import os
 import random
 import shutil
 import time
@@ -116,6 +117,7 @@ def test_a_server_with_another_base_is_refused_at_the_start(tmp_path: Path, reco
         code = run.process.wait(60)
     finally:
         quiet_end([other])
-    is_refused = code == 2 and f"rollout.engines: {other.url}: this server has the base {base} (sha256 " in run.output
+    reason = f"rollout.engines: {other.url}: this server has the base {base} (sha256 "
+    is_refused = code == os.EX_CONFIG and reason in run.output
     record_property("replicas.control_other_base_refused", int(is_refused))
     assert is_refused, run.output
