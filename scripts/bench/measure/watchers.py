@@ -1,6 +1,8 @@
 """What people who watch a run cost it: steps a second, time between tokens, and the end after Ctrl-C."""
 
+import random
 import signal
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +33,7 @@ STREAMS = 8
 TOKENS = 48
 SLEEP = 0.02
 POLL_SECONDS = 0.02
+PULSE_SECONDS = 1.0
 
 
 @contextmanager
@@ -52,7 +55,7 @@ def watched(url: str, count: int) -> Iterator[None]:
     try:
         yield
     finally:
-        is_over.set()  # the next pulse, a second later, ends them
+        is_over.set()  # the next pulse, PULSE_SECONDS later, ends them
         for thread in threads:
             thread.join()
 
@@ -127,25 +130,39 @@ def token_gaps(url: str) -> list[float]:
 
 
 @measurement(
-    {"dashboard.itl_p50_ratio": Bar(max=1.01), "dashboard.itl_p99_ratio": Bar(max=1.05)},
-    minutes=6,
+    {
+        "dashboard.itl_p50_ratio": Bar(max=1.01),
+        "dashboard.itl_p99_ratio": Bar(max=1.05),
+        "dashboard.itl_p50_ratio_of_chance": Bar(),
+        "dashboard.itl_p99_ratio_of_chance": Bar(),
+    },
+    minutes=12,
 )
 def tokens_with_watchers(request: Request) -> Figures:
-    """Time between tokens of eight streams while the quickstart trains, with three watchers against none."""
+    """Time between tokens of eight streams while the quickstart trains, with three watchers against none.
 
-    def gaps(server: Server, count: int) -> list[float]:
-        with watched(server.url, count):
-            return [gap for _ in range(request.size(4, 1)) for gap in token_gaps(server.url)]
-
+    Chance: a second side with none against none. The three sides of a round come in an order of their own, each
+    after a wait, and quantiles are those of all its rounds.
+    """
+    counts = {"none": 0, "none again": 0, "watched": WATCHERS}
+    found: dict[str, list[float]] = {side: [] for side in counts}
+    source, rounds = random.Random(0), request.size(45, 1)
     with TemporaryDirectory() as name, running("parallm.train", RUN, Path(name)) as server:
         token_gaps(server.url)
-        found = in_turns(
-            request.size(45, 1), {"none": lambda _: gaps(server, 0), "watched": lambda _: gaps(server, WATCHERS)}
-        )
-    middles, ends = ({side: list(map(of, rounds)) for side, rounds in found.items()} for of in (median, p99))
+        for number in range(rounds):
+            for side in source.sample(list(counts), len(counts)):
+                time.sleep(PULSE_SECONDS)
+                with watched(server.url, counts[side]):
+                    found[side] += [gap for _ in range(request.size(4, 1)) for gap in token_gaps(server.url)]
+            print(f"  round {number + 1} of {rounds}", file=sys.stderr, flush=True)
+    cut = {side: {"p50": 1e3 * median(gaps), "p99": 1e3 * p99(gaps)} for side, gaps in found.items()}
+    print_table(
+        "Milliseconds between tokens", [("", "p50", "p99"), *((side, *of.values()) for side, of in cut.items())]
+    )
     return {
-        "dashboard.itl_p50_ratio": ratio(middles["watched"], middles["none"]),
-        "dashboard.itl_p99_ratio": ratio(ends["watched"], ends["none"]),
+        f"dashboard.itl_{part}_ratio{name}": cut[side][part] / cut["none"][part]
+        for side, name in (("watched", ""), ("none again", "_of_chance"))
+        for part in ("p50", "p99")
     }
 
 
