@@ -168,7 +168,7 @@ def encode(rollouts: StepRollouts, cut: Callable[[Sequence[int]], list[str]]) ->
     for place, group in enumerate(rollouts.groups):
         completions = []
         for index, trajectory in enumerate(group.trajectories):
-            pieces = [_well_formed(piece)[:MAX_TEXT_LENGTH] for piece in cut(trajectory.tokens)]
+            pieces = _bounded(cut(trajectory.tokens))
             learned = rollouts.learned.get((place, index))
             for name, array in _token_arrays(trajectory, pieces, learned).items():
                 parts[name].append(array)
@@ -294,9 +294,17 @@ def _joined(parts: Sequence[np.ndarray], name: str) -> np.ndarray:
     return np.concatenate([*parts, np.zeros(0, KINDS[name][1])]).astype(KINDS[name][1])
 
 
+def _bounded(pieces: list[str]) -> list[str]:
+    """`pieces` that the file can hold."""
+    text = "".join(pieces)
+    if len(text) <= MAX_TEXT_LENGTH and _well_formed(text) is text:
+        return pieces
+    return [_well_formed(piece)[:MAX_TEXT_LENGTH] for piece in pieces]
+
+
 def _well_formed(text: str) -> str:
     """`text` without halves of characters, which neither UTF-8 nor JSON can hold."""
-    return text if text.isascii() else SURROGATES.sub("\ufffd", text)
+    return text if text.isascii() or not SURROGATES.search(text) else SURROGATES.sub("\ufffd", text)
 
 
 def _to_json(value: object) -> str:

@@ -3,13 +3,13 @@
 A token is not a character: byte-level tokens may end inside of one. Pure Python, for one thread at a time.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from itertools import groupby
 
 REPLACEMENT = "\ufffd"
 """What decoders give for a character whose bytes are not complete yet."""
 MAX_PENDING = 8
 """A character has at most 4 bytes, so more tokens without a complete one are not the beginning of any."""
-MAX_REMEMBERED = 1 << 18
 
 
 class TokenTexts:
@@ -19,32 +19,38 @@ class TokenTexts:
         """`decode` returns the text of tokens, special ones shown."""
         self._decode = decode
         self._anchor: tuple[int, str] | None = None  # a token before others: some tokenizers drop a first space
-        self._known: dict[int, str] = {}
+        self._known: dict[int, str] = {}  # at most the vocabulary
 
     def cut(self, tokens: Sequence[int]) -> list[str]:
         """Return one piece for each token."""
         if not tokens:
             return []
         whole = self._decode(tokens)
-        pieces = [self._decode(tokens[:1]), *map(self._piece, tokens[1:])]
-        if "".join(pieces) == whole:
-            return pieces
-        pieces = self._grown(tokens)
+        self._learn(set(tokens[1:]).difference(self._known), tokens)
+        pieces = [self._decode(tokens[:1]), *(self._known.get(token, "") for token in tokens[1:])]
+        if "".join(pieces) != whole:
+            pieces = self._with_parts_grown(tokens, pieces)
+        if "".join(pieces) != whole:
+            pieces = self._grown(tokens)
         return pieces if "".join(pieces) == whole else [*[""] * (len(tokens) - 1), whole]
 
-    def _piece(self, token: int) -> str:
-        """The text of a token after other text, as far as it does not depend on it."""
-        if (text := self._known.get(token)) is None:
-            if self._anchor is None:
-                alone = self._decode([token])
-                if not alone.isascii() or not alone.strip():
-                    return alone
-                self._anchor = (token, alone)
+    def _learn(self, unknown: Collection[int], tokens: Sequence[int]) -> None:
+        """Remember the texts of tokens after other text, as far as they do not depend on it."""
+        if unknown and self._anchor is None:
+            alone = ((token, self._decode([token])) for token in tokens)
+            self._anchor = next((pair for pair in alone if pair[1].isascii() and pair[1].strip()), None)
+        if unknown and self._anchor is not None:
             before, before_text = self._anchor
-            text = self._decode([before, token])[len(before_text) :]
-            if len(self._known) < MAX_REMEMBERED:
-                self._known[token] = text
-        return text
+            self._known |= {token: self._decode([before, token])[len(before_text) :] for token in unknown}
+
+    def _with_parts_grown(self, tokens: Sequence[int], pieces: Sequence[str]) -> list[str]:
+        """`pieces`, where tokens that are parts of characters have what they add to complete ones."""
+        found: list[str] = []
+        for is_part, run in groupby(range(len(tokens)), lambda place: REPLACEMENT in pieces[place]):
+            places = list(run)
+            own = slice(places[0], places[-1] + 1)
+            found += self._grown(tokens[own]) if is_part else pieces[own]
+        return found
 
     def _grown(self, tokens: Sequence[int]) -> list[str]:
         """What each token adds to the complete characters. Decodes from the last complete one only."""

@@ -60,3 +60,18 @@ def test_the_usual_completion_is_cut_without_decoding_its_tokens_again() -> None
     calls.clear()
     texts.cut(list(b"abccba" * 100))
     assert calls == [600, 1]
+
+
+def test_a_divided_character_costs_no_other_token_another_decoding() -> None:
+    calls: list[int] = []
+
+    def decode(tokens: Sequence[int]) -> str:
+        calls.append(len(tokens))
+        return by_bytes(tokens)
+
+    texts = TokenTexts(decode)
+    text = "a" * 100 + "é" + "b" * 100
+    texts.cut(list(text.encode()))
+    calls.clear()
+    assert "".join(texts.cut(list(text.encode()))) == text
+    assert len(calls) < 10
