@@ -1,6 +1,7 @@
 """exp, softmax and SwiGLU as processors compute them on which MLX's own exp is slow; elsewhere they are MLX's own."""
 
 import math
+from collections.abc import Callable
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 from parallm.model.logprobs import clipped_exp, is_slow, softmax
-from parallm.model.patches.forward import swiglu
+from parallm.model.patches.forward import precise_swiglu, silu, swiglu
 
 LEAST_NORMAL = 1.2e-38
 
@@ -50,7 +51,18 @@ def test_softmax_and_its_gradient_are_those_of_mlx() -> None:
     assert not found[0][..., 60:].any()
 
 
-def test_swiglu_and_its_gradients_are_those_of_mlx_from_the_smallest_to_the_largest_gate() -> None:
+def silu_times(gate: mx.array, x: mx.array) -> mx.array:
+    return silu(gate) * x
+
+
+def norm_gate(gate: mx.array, x: mx.array) -> mx.array:
+    return precise_swiglu(x, gate, x)
+
+
+@pytest.mark.parametrize("swiglu", [swiglu, silu_times, norm_gate])
+def test_swiglu_and_its_gradients_are_those_of_mlx_from_the_smallest_to_the_largest_gate(
+    swiglu: Callable[[mx.array, mx.array], mx.array],
+) -> None:
     gate = mx.concatenate([mx.linspace(-12, 12, 500), mx.array([-1e4, -90.0, 90.0, 1e4])])
     x, given = (mx.random.normal(gate.shape, key=mx.random.key(key)) for key in (4, 5))
     found, gradients = mx.vjp(swiglu, [gate, x], [given])
@@ -58,3 +70,11 @@ def test_swiglu_and_its_gradients_are_those_of_mlx_from_the_smallest_to_the_larg
     for ours, theirs in zip([*found, *gradients], [*expected, *expected_gradients], strict=True):
         assert mx.allclose(ours, theirs, rtol=3e-6, atol=3e-6)
     assert mx.array_equal(found[0], swiglu(gate, x))
+
+
+def test_a_gate_of_16_bits_is_multiplied_in_float32() -> None:
+    h, gate = (mx.random.normal((4, 64), mx.bfloat16, key=mx.random.key(key)) for key in (6, 7))
+    x = h.astype(mx.float32)
+    found = precise_swiglu(h, gate, x)
+    assert found.dtype == mx.bfloat16
+    assert mx.array_equal(found, (nn.silu(gate.astype(mx.float32)) * x).astype(mx.bfloat16))

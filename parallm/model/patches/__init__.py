@@ -3,7 +3,7 @@
 | what we reach into | where | why |
 |---|---|---|
 | `scaled_dot_product_attention` of models' modules | `forward.py` | attention of our own caches |
-| `swiglu` of models' modules | `forward.py` | fused kernels, and a fast exp on x86-64 |
+| `swiglu`, `precise_swiglu` of models' modules | `forward.py` | fused kernels, and a fast exp on x86-64 |
 | class of `nn.Embedding` modules, on CUDA | `forward.py` | rows by a kernel that compiles quickly |
 | `nn.RoPE` and `Llama3RoPE` modules, on CUDA | `rotary.py` | rotation inside the attention kernels |
 | `x + self.mlp(...)`: the sum's right operand | `forward.py` | residual adds inside a LoRA kernel, or with their norm |
@@ -16,7 +16,8 @@
 | `SwitchLinear` modules | `lora/targets.py`, `lora/linear.py` | LoRA on experts |
 | `cast_predicate` of models | `quantized.py` | arrays that keep their type |
 | `gated_delta_update`, `ssm_update` of models' modules | `recurrence.py` | chunks with a backward, packed rows |
-| depthwise `nn.Conv1d` modules of models with states | `recurrence.py` | the same |
+| depthwise `nn.Conv1d` modules of models with states | `recurrence.py` | the same; on a CPU the order of weights in memory |
+| the name `nn` in modules of models with states | `recurrence.py` | silu of convolutions with a fast exp on x86-64 |
 | `normalize_qk` of models' modules, on CUDA | `decode_step.py` | norms inside the kernel of a token |
 | classes of gated delta layers, their norms and convolutions, on CUDA | `decode_step.py` | a token in a few kernels |
 | `__call__` of layers that take a cache, in models with states | `recurrence.py` | packed rows as one row |

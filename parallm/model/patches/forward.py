@@ -30,6 +30,7 @@ TRUNK_NAMES = ("model", "transformer", "backbone")
 
 _mlx_lm_attention = mlx_lm_base.scaled_dot_product_attention
 _mlx_lm_swiglu = mlx_lm_activations.swiglu
+_mlx_lm_precise_swiglu = mlx_lm_activations.precise_swiglu
 _origins: dict[int, tuple[weakref.ref[mx.array], object]] = {}
 
 
@@ -52,7 +53,11 @@ class OwnCache:
 
 def install_forward(model: nn.Module) -> None:
     """Let the modules that define `model`'s layers call our functions. Changes mlx-lm's modules; safe to repeat."""
-    replaced = {"scaled_dot_product_attention": (_mlx_lm_attention, _dispatch), "swiglu": (_mlx_lm_swiglu, swiglu)}
+    replaced = {
+        "scaled_dot_product_attention": (_mlx_lm_attention, _dispatch),
+        "swiglu": (_mlx_lm_swiglu, swiglu),
+        "precise_swiglu": (_mlx_lm_precise_swiglu, precise_swiglu),
+    }
     for module in {sys.modules[type(module).__module__] for module in model.modules()}:
         for name, (original, replacement) in replaced.items():
             if getattr(module, name, None) is original:
@@ -138,6 +143,21 @@ def swiglu(gate: mx.array, x: mx.array) -> mx.array:
         return fused_swiglu(gate, x)
     plain: mx.array = _mlx_lm_swiglu(gate, x)
     return plain
+
+
+def precise_swiglu(h: mx.array, gate: mx.array, x: mx.array) -> mx.array:
+    """silu(gate) x in float32, of the type of h."""
+    if gate.shape == x.shape and is_slow(gate) and is_slow(x):
+        product: mx.array = _product(gate, sigmoid(gate), x)
+        return product.astype(h.dtype)
+    plain: mx.array = _mlx_lm_precise_swiglu(h, gate, x)
+    return plain
+
+
+def silu(x: mx.array) -> mx.array:
+    """x sigmoid(x), in the type of x; stands in for `nn.silu` outside of what MLX compiles for any shape."""
+    result: mx.array = x * sigmoid(x) if is_slow(x) else nn.silu(x)
+    return result
 
 
 @partial(mx.compile, shapeless=True)

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
+from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
@@ -24,6 +25,7 @@ from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 from parallm.model.kernels.gated_delta_step import Gates
 from parallm.model.kernels.recurrent import has_kernels
 from parallm.model.patches.decode_step import install_decode_step, mlx_lm_normalize_qk, normalize_qk, token_by_kernel
+from parallm.model.patches.forward import silu
 from parallm.model.patches.kernel_trial import try_kernels
 from parallm.model.recurrence.gated_delta import gated_delta, gated_delta_step
 from parallm.model.recurrence.rows import PackedRows, padded_rows, rows_in_use, using, using_lengths, whole_rows
@@ -62,6 +64,15 @@ class PackedStates:
         """No mask, as there is no padding."""
 
 
+class _Functions(ModuleType):
+    """`mlx.nn` in models' modules, where silu of convolutions is ours."""
+
+    silu = staticmethod(silu)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(nn, name)
+
+
 def has_states(base: nn.Module) -> bool:
     """Whether layers of a model keep states beside keys and values."""
     caches = make_prompt_cache(base)
@@ -77,6 +88,7 @@ def install_recurrence(base: nn.Module) -> None:
         "gated_delta_update": (_mlx_lm_gated_delta_update, gated_delta_update),
         "ssm_update": (_mlx_lm_ssm_update, ssm_update),
         "normalize_qk": (mlx_lm_normalize_qk, normalize_qk),
+        "nn": (nn, _Functions("nn")),
     }
     for module in {sys.modules[type(module).__module__] for module in base.modules()}:
         for name, (original, replacement) in replaced.items():
@@ -85,6 +97,9 @@ def install_recurrence(base: nn.Module) -> None:
     for layer in base.modules():
         if type(layer) is nn.Conv1d and is_short(layer):
             layer.__class__ = ShortConv
+            if mx.default_device() == mx.Device(mx.cpu):
+                # channels beside each other in memory, as in what they are multiplied with
+                layer.weight = mx.contiguous(layer.weight.transpose(1, 2, 0)).transpose(2, 0, 1)
     install_decode_step(base)
     for kind in _mixers(base):
         kind.__call__ = _over_packed_rows(kind.__call__)
@@ -141,9 +156,7 @@ def gated_delta_update(
     log_a = -rate * nn.softplus(shifted) if lower_bound is None else lower_bound * mx.sigmoid(rate * shifted)
     beta = mx.sigmoid(b) * 2 if allow_neg_eigval else mx.sigmoid(b)
     if is_step:
-        repeats = v.shape[2] // q.shape[2]
-        queries, keys = (mx.repeat(one[:, 0], repeats, axis=1) if repeats > 1 else one[:, 0] for one in (q, k))
-        outputs, last = gated_delta_step(queries, keys, v[:, 0], mx.exp(log_a[:, 0]), beta[:, 0], state)
+        outputs, last = gated_delta_step(q[:, 0], k[:, 0], v[:, 0], mx.exp(log_a[:, 0]), beta[:, 0], state)
         return outputs[:, None], last
     assert rows is not None
     q, k, flat_v, log_a, beta = (array.flatten(0, 1) for array in (q, k, v, log_a, beta))

@@ -116,11 +116,18 @@ def _solved_gradient(
 def inverse_unit_lower(products: mx.array) -> mx.array:
     """(I + L)^-1, with L the part of `products` (.., C, C) below its diagonal.
 
-    By substitution in a kernel, or by merging the inverses of blocks on the diagonal, which is as stable; powers of L
-    overflow if keys repeat."""
+    By substitution in a kernel, or on a CPU in LAPACK; elsewhere by merging the inverses of blocks on the diagonal,
+    which is as stable. Powers of L overflow if keys repeat."""
     if inverse_kernel.fits(products):
         return unit_lower_inverse(products)
     lower = mx.tril(products, -1)
+    if mx.default_device() == mx.Device(mx.cpu):
+        return mx.linalg.tri_inv(lower + mx.eye(lower.shape[-1]))
+    return merged_inverse(lower)
+
+
+def merged_inverse(lower: mx.array) -> mx.array:
+    """The same of L, by merging blocks."""
     size = lower.shape[-1]
     inverse = mx.broadcast_to(mx.eye(size), lower.shape)
     for block, corner in enumerate(_corners(size)):
@@ -143,24 +150,33 @@ def _corners(size: int) -> tuple[mx.array, ...]:
 
 
 def gated_delta_step(
-    q_BHK: mx.array, k_BHK: mx.array, v_BHV: mx.array, g: mx.array, beta_BH: mx.array, state_BHVK: mx.array
+    q_BGK: mx.array, k_BGK: mx.array, v_BHV: mx.array, g: mx.array, beta_BH: mx.array, state_BHVK: mx.array
 ) -> tuple[mx.array, mx.array]:
     """One token of each of B rows: outputs (B, H, V) in the type of the queries, and the state after the token.
 
-    `g` is the decay of each head, (B, H), or of each of its key channels, (B, H, K).
-    As g S q + u (k . q) = S' q, the state is multiplied by keys and queries before it changes: it is read twice and
-    written once. Nothing is compiled for a number of rows.
+    `g` is the decay of each head, (B, H), or of each of its key channels, (B, H, K). Each of the G heads of keys and
+    queries is that of H / G heads of values. As g S q + u (k . q) = S' q, the state is read before it changes, for keys
+    and queries by one product. On a CPU the sum with the decayed state is part of a product, too, which takes its place
+    in memory; GPUs may round what they multiply. Nothing is compiled for a number of rows.
     """
-    decay = g[..., None, None] if g.ndim == beta_BH.ndim else g[..., None, :]
-    key, query = k_BHK[..., None, :], q_BHK[..., None, :]
-    read_BHV, seen_BHV = (_read(state_BHVK, decay, row) for row in (key, query))
+    rows, heads, width, size = state_BHVK.shape
+    per_key = heads // k_BGK.shape[1]
+    inner_BH1 = mx.repeat((k_BGK * q_BGK).sum(axis=-1), per_key, axis=1)[..., None]
+    asked = mx.stack([k_BGK, q_BGK], axis=2)  # (B, G, 2, K)
+    if g.ndim == beta_BH.ndim:
+        # heads that share a key are one matrix
+        joined = state_BHVK.reshape(rows, -1, per_key * width, size)
+        reads = (asked @ joined.swapaxes(-1, -2)).reshape(rows, -1, 2, per_key, width)
+        read_BHV, seen_BHV = (reads[:, :, index].reshape(rows, heads, width) * g[..., None] for index in (0, 1))
+        decayed_BHVK = state_BHVK * g[..., None, None]
+    else:
+        reads = (mx.repeat(asked, per_key, axis=1) * g[:, :, None]) @ state_BHVK.swapaxes(-1, -2)
+        read_BHV, seen_BHV = reads[:, :, 0], reads[:, :, 1]
+        decayed_BHVK = state_BHVK * g[..., None, :]
     written_BHV = (v_BHV - read_BHV) * beta_BH[..., None]
-    output_BHV = seen_BHV + written_BHV * (key * query).sum(axis=-1)
-    return output_BHV.astype(q_BHK.dtype), state_BHVK * decay + written_BHV[..., None] * key
-
-
-def _read(state_BHVK: mx.array, decay: mx.array, row_BH1K: mx.array) -> mx.array:
-    """The decayed state times a key or query, (B, H, V)."""
-    if decay.shape[-1] == 1:
-        return (state_BHVK @ row_BH1K.swapaxes(-1, -2))[..., 0] * decay[..., 0]
-    return (state_BHVK @ (decay * row_BH1K).swapaxes(-1, -2))[..., 0]
+    outputs_BHV = seen_BHV + written_BHV * inner_BH1
+    columns, keys = written_BHV.reshape(rows, -1, per_key * width, 1), k_BGK[:, :, None]
+    decayed = decayed_BHVK.reshape(rows, -1, per_key * width, size)
+    is_on_cpu = mx.default_device() == mx.Device(mx.cpu)
+    changed = mx.addmm(decayed, columns, keys) if is_on_cpu else decayed + columns * keys
+    return outputs_BHV.astype(q_BGK.dtype), changed.reshape(state_BHVK.shape)

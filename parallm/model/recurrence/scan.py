@@ -22,6 +22,7 @@ from parallm.model.kernels import chunk_gates as gates_kernel
 from parallm.model.kernels import chunk_scan as scan_kernel
 from parallm.model.kernels.chunk_gates import chunk_gates
 from parallm.model.kernels.chunk_scan import chunk_scan
+from parallm.model.logprobs import clipped_exp
 from parallm.model.recurrence.rows import Chunks, Indices, Stage, rearranged, taken
 
 
@@ -266,16 +267,20 @@ class Decay:
             return self._computed[2]
         is_after, is_seen = _order(self.log_a.shape[-2])
         # differences of sums would lose the digits of slow gates after fast ones
-        sums = mx.cumsum(mx.where(is_after, self.log_a[..., :, None, :], 0), axis=-3)
-        gates = mx.exp(mx.where(is_seen, sums, -mx.inf))
+        if self.log_a.shape[-1] == 1 and mx.default_device() == mx.Device(mx.cpu):
+            # products of few tokens are much faster there, and GPUs may round what they multiply
+            sums = mx.where(is_seen, _transposed(self.log_a), 0) @ is_after.astype(mx.float32)
+            return clipped_exp(mx.where(is_seen, sums, -mx.inf))
+        sums = mx.cumsum(mx.where(is_after[..., None], self.log_a[..., :, None, :], 0), axis=-3)
+        gates = mx.exp(mx.where(is_seen[..., None], sums, -mx.inf))
         return gates[..., 0] if gates.shape[-1] == 1 else gates
 
 
 @cache
 def _order(size: int) -> tuple[mx.array, mx.array]:
-    """Whether token t is after i, and whether it is not before, (C, C, 1)."""
+    """Whether token t is after i, and whether it is not before, (C, C)."""
     places = np.arange(size)
-    return mx.array((places[:, None] > places)[..., None]), mx.array((places[:, None] >= places)[..., None])
+    return mx.array(places[:, None] > places), mx.array(places[:, None] >= places)
 
 
 def _transposed(array: mx.array) -> mx.array:

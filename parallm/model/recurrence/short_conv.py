@@ -21,8 +21,12 @@ def short_conv(padded_BLC: mx.array, weight_CK1: mx.array, bias_C: mx.array | No
     """Rows of K - 1 + T tokens -> (B, T, C) in their type, summed in float32."""
     width = weight_CK1.shape[1]
     length = padded_BLC.shape[1] - width + 1
-    wide_BLC, weight_CK = padded_BLC.astype(mx.float32), weight_CK1[:, :, 0].astype(mx.float32)
-    total = sum(wide_BLC[:, place : place + length] * weight_CK[:, place] for place in range(width))
+    wide_BLC, weight_KC = padded_BLC.astype(mx.float32), weight_CK1[:, :, 0].T.astype(mx.float32)
+    if length == 1:
+        total = (wide_BLC * weight_KC).sum(axis=1, keepdims=True)
+    else:
+        parts = [wide_BLC[:, place : place + length] * weight_KC[place] for place in range(width)]
+        total = sum(parts[1:], parts[0])
     return (total if bias_C is None else total + bias_C).astype(padded_BLC.dtype)
 
 

@@ -7,10 +7,11 @@ from mlx_lm.models.gated_delta import gated_delta_ops
 from parallm.model.recurrence.gated_delta import gated_delta_step
 
 
+@pytest.mark.parametrize("key_heads", [4, 2, 1])
 @pytest.mark.parametrize("is_by_channel", [False, True], ids=["decay of heads", "decay of channels"])
-def test_a_token_of_rows_is_that_of_mlx_lm(is_by_channel: bool) -> None:
+def test_a_token_of_rows_is_that_of_mlx_lm(is_by_channel: bool, key_heads: int) -> None:
     keys = iter(mx.random.split(mx.random.key(0), 6))
-    query, key = (mx.random.normal((5, 4, 16), key=next(keys)) for _ in range(2))
+    query, key = (mx.random.normal((5, key_heads, 16), key=next(keys)) for _ in range(2))
     value, state = (mx.random.normal((5, 4, *shape), key=next(keys)) for shape in ((8,), (8, 16)))
     decay = mx.random.uniform(shape=(5, 4, 16) if is_by_channel else (5, 4), key=next(keys))
     beta = 2 * mx.random.uniform(shape=(5, 4), key=next(keys))

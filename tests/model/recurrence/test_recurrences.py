@@ -7,7 +7,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from parallm.model.recurrence.gated_delta import CPU_CHUNK, gated_delta, inverse_unit_lower
+from parallm.model.recurrence.gated_delta import CPU_CHUNK, gated_delta, inverse_unit_lower, merged_inverse
 from parallm.model.recurrence.rows import PackedRows, Row
 from parallm.model.recurrence.short_conv import packed_short_conv, short_conv
 from parallm.model.recurrence.ssd import ssd
@@ -152,9 +152,10 @@ def test_a_chunk_that_sees_another_row_would_be_found() -> None:
     assert relative(found, gated_delta(q, k, v, log_a, b, None, rows)[0]) > 0.1
 
 
-def test_the_inverse_of_a_chunk_of_one_token_repeated_is_exact() -> None:
+@pytest.mark.parametrize("inverse", [inverse_unit_lower, merged_inverse])
+def test_the_inverse_of_a_chunk_of_one_token_repeated_is_exact(inverse: Callable[[mx.array], mx.array]) -> None:
     lower = np.tril(np.full((64, 64), 0.98), -1)
-    found = np.array(inverse_unit_lower(mx.array(lower.astype(np.float32))))
+    found = np.array(inverse(mx.array(lower.astype(np.float32))))
     assert np.abs(found - np.linalg.inv(np.eye(64) + lower)).max() <= 1e-5
 
 
