@@ -15,6 +15,7 @@ from parallm.engine.settings import EngineSettings
 from parallm.model.adapters.adapter import Adapter
 from parallm.model.kernels.compiler import Specialization
 from parallm.model.kernels.cuda import has_kernels, listed_kernels
+from parallm.model.kernels.delta_chunks import with_any_rows
 from parallm.model.kernels.gather import take_in_groups, take_rows
 from parallm.model.kernels.page_copy import copy_pages
 from parallm.model.kernels.page_write import PAGE
@@ -60,7 +61,7 @@ def engine_kernels(model: SharedModel, adapter: Adapter, settings: EngineSetting
             for merged in {merged.form(lora): merged for merged in merged_linears(model.base)}.values():
                 for rows, tokens in (*((rows, 1) for rows in buckets), (1, STEP), (1, MIN_LONG)):
                     merged.list_kernels(mx.zeros((rows, tokens, merged.num_inputs), model.dtype), lora)
-    return list(kernels)
+    return with_any_rows(kernels)
 
 
 def _step(model: SharedModel, prompts: Sequence[PlainCache], shape: BufferShape) -> None:

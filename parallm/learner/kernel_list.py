@@ -12,6 +12,7 @@ from parallm.learner.passes.packing import Segment, packed_hidden
 from parallm.model.adapters.adapter import Adapter
 from parallm.model.kernels.compiler import Specialization
 from parallm.model.kernels.cuda import has_kernels, listed_kernels
+from parallm.model.kernels.delta_chunks import with_any_rows
 from parallm.model.kernels.flash_attention import FORWARD, specializations
 from parallm.model.kernels.gather import take_known_rows
 from parallm.model.kernels.token_scores import token_scores
@@ -56,7 +57,7 @@ def packed_kernels(model: SharedModel) -> list[Specialization]:
 
 
 def with_long_prompts(kernels: dict[Specialization, None]) -> list[Specialization]:
-    """`kernels` and those with which long prompts attend."""
+    """`kernels` and those with which long prompts attend, and states pass through any number of rows."""
     attention: list[dict[str, Any]] = [dict(defines) for name, defines in kernels if name == FORWARD]
     variants = [specializations(one["T"], one["HEAD"], one["REPEATS"]) for one in attention]
-    return list(kernels | dict.fromkeys(chain(*variants)))
+    return with_any_rows(kernels | dict.fromkeys(chain(*variants)))

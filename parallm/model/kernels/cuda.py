@@ -25,6 +25,8 @@ VECTOR_BYTES = 16  # what a thread reads at once, `Pack` in pack.cuh
 MIN_ON_DEVICE = 3  # numbers of 32 bits: MLX keeps arrays of 8 bytes and less in the host's memory, far from kernels
 MAX_INTERNED = 512
 OLDEST = 80  # architecture whose instructions the kernels use
+MAX_SHARED_KIBIBYTES = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227}
+"""The shared memory that a block may have, by architecture; 99 in others."""
 PROBE: Defines = (("T", mx.float32), ("HALVES", False))  # of the kernel that shows whether any runs
 THREADS_OF_PROBE = 32
 
@@ -40,6 +42,11 @@ def on_cuda() -> bool:
 def architecture() -> str:
     """The GPU's, such as sm_90."""
     return str(mx.device_info()["architecture"])
+
+
+def max_shared_bytes() -> int:
+    """Shared memory that a block may have."""
+    return 1024 * MAX_SHARED_KIBIBYTES.get(int(architecture().removeprefix("sm_")), 99)
 
 
 def has_kernels() -> bool:

@@ -1,4 +1,4 @@
-"""The RMS norm of heads times a weight and silu of a gate, as one CUDA kernel with the gradient of MLX's operations.
+"""The RMS norm of heads times a weight and silu of a gate, as one CUDA kernel forward and one backward.
 
 mlx-lm computes all but the norm in a function that MLX compiles, which takes 3.5 s of a first request on a GPU. Rounded
 as there: the norm before its weight, the product with it, and the result.
@@ -34,22 +34,14 @@ def gated_norm(x: mx.array, gate: mx.array, weight_D: mx.array, eps: float) -> m
 
     @mx.custom_function  # type: ignore[untyped-decorator]
     def forward(x: mx.array, gate: mx.array, weight_D: mx.array) -> mx.array:
-        heads = x.size // x.shape[-1]
-        return kernel("gated_norm", (("T", x.dtype), ("SIZE", x.shape[-1])))(
-            [x, gate, weight_D],
-            [heads, float(eps)],
-            grid=(-(-heads * 32 // THREADS) * THREADS, 1, 1),
-            threadgroup=(THREADS, 1, 1),
-            output_shapes=[x.shape],
-            output_dtypes=[x.dtype],
-        )[0]
+        return _run("gated_norm", [x, gate, weight_D], eps, num_outputs=1)[0]
 
     @forward.vjp  # type: ignore[untyped-decorator]
     def gradient(primals: tuple[mx.array, ...], cotangent: mx.array, _: mx.array) -> list[mx.array]:
-        def plain(x: mx.array, gate: mx.array, weight_D: mx.array) -> mx.array:
-            return plain_gated_norm(x, gate, weight_D, eps)
-
-        return mx.vjp(plain, list(primals), [cotangent])[1]
+        x, gate, weight_D = primals
+        # of a frozen weight the gradient is never computed
+        _, of_weight = mx.vjp(lambda weight_D: plain_gated_norm(x, gate, weight_D, eps), [weight_D], [cotangent])
+        return [*_run("gated_norm_gradient", [x, gate, weight_D, cotangent], eps, num_outputs=2), *of_weight]
 
     normed: mx.array = forward(x, gate, weight_D)
     return normed
@@ -60,3 +52,16 @@ def plain_gated_norm(x: mx.array, gate: mx.array, weight_D: mx.array, eps: float
     wide = gate.astype(mx.float32)
     normed = mx.fast.rms_norm(x, weight_D, eps).astype(mx.float32)
     return (wide * mx.sigmoid(wide) * normed).astype(x.dtype)
+
+
+def _run(name: str, inputs: list[mx.array], eps: float, *, num_outputs: int) -> list[mx.array]:
+    x = inputs[0]
+    heads = x.size // x.shape[-1]
+    return kernel(name, (("T", x.dtype), ("SIZE", x.shape[-1])))(
+        inputs,
+        [heads, float(eps)],
+        grid=(-(-heads * 32 // THREADS) * THREADS, 1, 1),
+        threadgroup=(THREADS, 1, 1),
+        output_shapes=[x.shape] * num_outputs,
+        output_dtypes=[x.dtype] * num_outputs,
+    )

@@ -66,11 +66,16 @@ def short_conv(x_NC: mx.array, weight_CK1: mx.array, bias_C: mx.array | None, wi
 
     @forward.vjp  # type: ignore[untyped-decorator]
     def gradient(_: mx.array, cotangent: mx.array, __: mx.array) -> mx.array:
-        inputs = [cotangent, weight_CK1, windows.starts, windows.readers]
-        return _run("short_conv_gradient", inputs, (), windows.num_tokens)
+        return convolution_gradient(cotangent, weight_CK1, windows)
 
     outputs_MC: mx.array = forward(x_NC)
     return outputs_MC
+
+
+def convolution_gradient(cotangent_MC: mx.array, weight_CK1: mx.array, windows: Windows) -> mx.array:
+    """The gradient of the inputs (N, C), given that of the outputs."""
+    inputs = [cotangent_MC, weight_CK1, windows.starts, windows.readers]
+    return _run("short_conv_gradient", inputs, (), windows.num_tokens)
 
 
 def _run(name: str, inputs: list[mx.array], defines: tuple[tuple[str, bool], ...], tokens: int) -> mx.array:

@@ -1,10 +1,12 @@
-"""One token of each row in layers of the gated delta rule: a few kernels in place of dozens of operations, on CUDA.
+"""Layers of the gated delta rule, of one token of each row or of packed rows: a few kernels in place of many
+operations.
 
-`patches/recurrence.py` installs what stands here. The layers of Qwen3.5 and Qwen3-Next get a decode step of their own,
-which calls their projections, and so LoRA, in the order of mlx-lm's code. Layers of other models reach the kernels one
-by one, through mlx-lm's functions. Where a kernel does not fit, and on other devices, mlx-lm's code runs.
+`patches/recurrence.py` installs what stands here, on CUDA. The layers of Qwen3.5 and Qwen3-Next get a decode step of
+their own, and a pass over packed rows, which call their projections, and so LoRA, in the order of mlx-lm's code. Layers
+of other models reach the kernels one by one, through mlx-lm's functions. Where a kernel does not fit, and on other
+devices, mlx-lm's code runs.
 
-Axes: B rows, C channels, K width of a convolution, H heads, D head size.
+Axes: B rows, T tokens of a row, M packed tokens, C channels, K width of a convolution, H heads, D head size.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,14 +20,19 @@ from mlx_lm.models import bailing_moe_v3, kimi_linear, olmo_hybrid, qwen3_5, qwe
 from mlx_lm.models import gated_delta as mlx_lm_gated_delta
 
 from parallm.model.kernels import conv_step as conv_kernel
+from parallm.model.kernels import delta_inputs as inputs_kernel
 from parallm.model.kernels import gated_delta_step as delta_kernel
 from parallm.model.kernels import gated_norm as norm_kernel
 from parallm.model.kernels.conv_step import conv_step
 from parallm.model.kernels.decode_attention import columns_of
+from parallm.model.kernels.delta_inputs import DeltaLayer, delta_inputs
 from parallm.model.kernels.gated_delta_step import Gates, OutputNorm, UnitNorm, gated_delta_step
 from parallm.model.kernels.gated_norm import gated_norm
 from parallm.model.kernels.recurrent import has_kernels
 from parallm.model.patches.forward import origin_of, set_origin
+from parallm.model.recurrence.gated_delta import gated_delta
+from parallm.model.recurrence.rows import PackedRows, rows_in_use
+from parallm.model.recurrence.short_conv import packed_windows
 
 UNIT_EPS = 1e-6
 """Added to the sum of squares of a query or key in both layers."""
@@ -39,12 +46,12 @@ Step = tuple[mx.array, mx.array]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Projected:
-    """The projections of a token, before a layer mixes tokens."""
+    """The projections of tokens, before a layer mixes them."""
 
-    qkv_B1C: mx.array
-    z_B1HD: mx.array
-    b_B1H: mx.array
-    a_B1H: mx.array
+    qkv_BTC: mx.array
+    z_BTHD: mx.array
+    b_BTH: mx.array
+    a_BTH: mx.array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +107,10 @@ def with_layer_step(call: Call, projected: Callable[[Any, mx.array], Projected])
     """`call` (layer, inputs, mask, cache) of a gated delta layer's class with a step of its own."""
 
     def with_step(layer: Any, inputs: mx.array, mask: mx.array | None = None, cache: Any = None) -> mx.array:
+        if (rows := rows_in_use()) is not None and getattr(layer, "sharding_group", None) is None:
+            delta_layer = _delta_layer(layer)
+            if inputs_kernel.fits(delta_layer, layer.conv1d.get("bias"), inputs.dtype):
+                return _packed_layer(layer, delta_layer, projected(layer, inputs), rows)
         has_state = cache is not None and cache[1] is not None and cache.lengths is None
         if has_state and mask is None and inputs.shape[1] == 1 and getattr(layer, "sharding_group", None) is None:
             stepped = _layer_step(layer, projected(layer, inputs), cache)
@@ -111,9 +122,31 @@ def with_layer_step(call: Call, projected: Callable[[Any, mx.array], Projected])
     return with_step
 
 
+def _packed_layer(layer: Any, delta_layer: DeltaLayer, given: Projected, rows: PackedRows) -> mx.array:
+    """The layer's outputs (1, M, hidden) for packed rows."""
+    windows = packed_windows(rows, layer.conv1d.weight.shape[1], 0)
+    qkv_MC, a_MH, b_MH = (array[0, ...] for array in (given.qkv_BTC, given.a_BTH, given.b_BTH))
+    outputs_MHD, _ = gated_delta(*delta_inputs(delta_layer, qkv_MC, a_MH, b_MH, windows), None, rows)
+    normed_1MHD = layer.norm(outputs_MHD[None], given.z_BTHD)
+    outputs: mx.array = layer.out_proj(normed_1MHD.reshape(*normed_1MHD.shape[:2], -1))
+    return outputs
+
+
+def _delta_layer(layer: Any) -> DeltaLayer:
+    return DeltaLayer(
+        conv_NK1=layer.conv1d.weight,
+        A_log_H=layer.A_log,
+        dt_bias_H=layer.dt_bias,
+        unit_norm=unit_norm(layer.head_k_dim**-0.5, UNIT_EPS),
+        key_heads=layer.num_k_heads,
+        key_size=layer.head_k_dim,
+        value_size=layer.head_v_dim,
+    )
+
+
 def _layer_step(layer: Any, given: Projected, cache: Any) -> mx.array | None:
     """The layer's outputs (B, 1, hidden) for a token; None, and an unchanged cache, where a kernel does not fit."""
-    tokens = _convolved(given.qkv_B1C, layer.conv1d, cache[0])
+    tokens = _convolved(given.qkv_BTC, layer.conv1d, cache[0])
     if tokens is None:
         return None
     convolved_B1C, tokens_BKC = tokens
@@ -123,14 +156,14 @@ def _layer_step(layer: Any, given: Projected, cache: Any) -> mx.array | None:
     parts = zip(columns_of(convolved_B1C, widths), sizes, strict=True)
     q, k, v = (part.reshape(rows, 1, -1, size) for part, size in parts)
     gates = Gates(
-        a=given.a_B1H,
-        b=given.b_B1H,
+        a=given.a_BTH,
+        b=given.b_BTH,
         A_log=layer.A_log,
         dt_bias=layer.dt_bias,
         lower_bound=None,
         allow_neg_eigval=False,
     )
-    norm = OutputNorm(weight=layer.norm.weight, gate=given.z_B1HD, eps=layer.norm.eps)
+    norm = OutputNorm(weight=layer.norm.weight, gate=given.z_BTHD, eps=layer.norm.eps)
     if not delta_kernel.fits(q, k, v, gates, cache[1], norm):
         return None
     of_keys = unit_norm(layer.head_k_dim**-0.5, UNIT_EPS)
@@ -144,16 +177,16 @@ def _layer_step(layer: Any, given: Projected, cache: Any) -> mx.array | None:
 def _projected(layer: qwen3_5.GatedDeltaNet, inputs_B1H: mx.array) -> Projected:
     qkv, z = layer.in_proj_qkv(inputs_B1H), layer.in_proj_z(inputs_B1H)
     b, a = layer.in_proj_b(inputs_B1H), layer.in_proj_a(inputs_B1H)
-    heads = len(z), 1, layer.num_v_heads, layer.head_v_dim
-    return Projected(qkv_B1C=qkv, z_B1HD=z.reshape(heads), b_B1H=b, a_B1H=a)
+    heads = *z.shape[:2], layer.num_v_heads, layer.head_v_dim
+    return Projected(qkv_BTC=qkv, z_BTHD=z.reshape(heads), b_BTH=b, a_BTH=a)
 
 
 def _projected_by_groups(layer: qwen3_next.Qwen3NextGatedDeltaNet, inputs_B1H: mx.array) -> Projected:
     """The same of Qwen3-Next, whose projections have the columns of each key head beside each other."""
     qkvz, ba = layer.in_proj_qkvz(inputs_B1H), layer.in_proj_ba(inputs_B1H)
     q, k, v, z, b, a = layer.fix_query_key_value_ordering(qkvz, ba)
-    qkv = mx.concatenate([part.reshape(len(qkvz), 1, -1) for part in (q, k, v)], axis=-1)
-    return Projected(qkv_B1C=qkv, z_B1HD=z, b_B1H=b, a_B1H=a)
+    qkv = mx.concatenate([part.reshape(*qkvz.shape[:2], -1) for part in (q, k, v)], axis=-1)
+    return Projected(qkv_BTC=qkv, z_BTHD=z, b_BTH=b, a_BTH=a)
 
 
 def _convolved(x_B1C: mx.array, conv: nn.Conv1d, state_BKC: mx.array | None) -> Step | None:

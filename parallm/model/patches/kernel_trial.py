@@ -7,22 +7,26 @@ Axes: M tokens, B rows, H heads, D head size, C channels, N sorted rows, E exper
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from parallm.model.kernels import grouped_gemm, recurrent
 from parallm.model.kernels.conv_step import conv_step
-from parallm.model.kernels.gated_delta_step import Gates
+from parallm.model.kernels.delta_inputs import DeltaLayer, delta_inputs
+from parallm.model.kernels.gated_delta_step import Gates, UnitNorm
 from parallm.model.kernels.gated_delta_step import gated_delta_step as step_by_kernel
+from parallm.model.kernels.gated_norm import gated_norm, plain_gated_norm
 from parallm.model.recurrence.gated_delta import gated_delta, gated_delta_step
 from parallm.model.recurrence.rows import PackedRows, Row, using
-from parallm.model.recurrence.short_conv import ShortConv, short_conv
+from parallm.model.recurrence.short_conv import ShortConv, packed_short_conv, packed_windows, short_conv
 
 ROWS = PackedRows([Row(0, 70), Row(70, 90, after=0), Row(160, 32, after=0)], 192)
 NUM_ROWS, HEADS, KEY_HEADS, SIZE = 3, 4, 2, 128
 CHANNELS, WIDTH = 64, 4
+HALF = mx.bfloat16
 EXPERT_ROWS = (0, 150, 1, 0, 70)
 EXPERT_INPUTS, EXPERT_OUTPUTS, RANK = 72, 136, 24
 MAX_ERROR = 5e-3
@@ -40,7 +44,8 @@ def try_kernels() -> None:
     """Turn the kernels of recurrent layers off if they do not agree with MLX's operations; a warning says so."""
     if not recurrent.has_kernels():
         return
-    for name, trial in (("chunks", _chunks), ("convolutions", _convolutions), ("steps", _steps)):
+    trials = ("chunks", _chunks), ("whole chunks", _whole_chunks), ("convolutions", _convolutions), ("layers", _layers)
+    for name, trial in (*trials, ("steps", _steps)):
         try:
             found, expected = trial()
             error = max(map(_error, found, expected))
@@ -85,32 +90,76 @@ def _unit(array: mx.array) -> mx.array:
     return array / mx.linalg.norm(array, axis=-1, keepdims=True)
 
 
-def _both_ways(function: Callable[..., mx.array], arrays: Sequence[mx.array]) -> tuple[Arrays, Arrays]:
-    """A function's value and gradients with the kernels, and without."""
-    computed = mx.value_and_grad(lambda given: function(*given))
+def _with_gradients(function: Callable[..., Arrays], arrays: Arrays) -> Arrays:
+    """What a function returns, and the gradients of its inputs."""
+    shapes = [array.shape for array in function(*arrays)]
+    slopes = [_normal(100 + place, *shape) for place, shape in enumerate(shapes)]
+    outputs, gradients = mx.vjp(lambda *given: [one.astype(mx.float32) for one in function(*given)], arrays, slopes)
+    mx.eval(outputs, gradients)
+    return [array.astype(mx.float32) for array in (*outputs, *gradients)]
 
-    def run() -> Arrays:
-        value, gradients = computed(list(arrays))
-        mx.eval(value, gradients)
-        return [value, *gradients]
 
-    found = run()
+def _both_ways(function: Callable[..., Arrays], arrays: Arrays) -> tuple[Arrays, Arrays]:
+    """The same with the kernels, and without."""
+    found = _with_gradients(function, arrays)
     with recurrent.without_kernels():
-        return found, run()
+        return found, _with_gradients(function, arrays)
 
 
 def _chunks() -> tuple[Arrays, Arrays]:
-    """Packed rows, of which two continue the first."""
+    """Packed rows, of which two continue the first, with a gate per channel: kernels for parts of their chunks."""
+    return _of_rule(mx.float32, (SIZE,))
+
+
+def _whole_chunks() -> tuple[Arrays, Arrays]:
+    """The same with a gate per head, in 16 bits: kernels for whole chunks."""
+    return _of_rule(HALF, ())
+
+
+def _of_rule(dtype: mx.Dtype, of_channels: tuple[int, ...]) -> tuple[Arrays, Arrays]:
     tokens = ROWS.num_tokens
-    q, k = (_unit(_normal(seed, tokens, KEY_HEADS, SIZE)) for seed in (1, 2))
-    v, weights = (_normal(seed, tokens, HEADS, SIZE) for seed in (3, 4))
-    log_a, b = -mx.abs(_normal(5, tokens, HEADS)), mx.sigmoid(_normal(6, tokens, HEADS))
+    q, k = (_unit(_normal(seed, tokens, KEY_HEADS, SIZE)).astype(dtype) for seed in (1, 2))
+    v = _normal(3, tokens, HEADS, SIZE).astype(dtype)
+    log_a, b = -mx.abs(_normal(5, tokens, HEADS, *of_channels)), mx.sigmoid(_normal(6, tokens, HEADS)).astype(dtype)
 
-    def total(q: mx.array, k: mx.array, v: mx.array, log_a: mx.array, b: mx.array) -> mx.array:
-        outputs, last = gated_delta(q, k, v, log_a, b, None, ROWS)
-        return (outputs * weights).sum() + last.sum()
+    def outputs(q: mx.array, k: mx.array, v: mx.array, log_a: mx.array, b: mx.array) -> Arrays:
+        return list(gated_delta(q, k, v, log_a, b, None, ROWS))
 
-    return _both_ways(total, [q, k, v, log_a, b])
+    return _both_ways(outputs, [q, k, v, log_a, b])
+
+
+def _layers() -> tuple[Arrays, Arrays]:
+    """What the rule takes of a layer's projections, and the norm of its outputs."""
+    x, gates = _normal(26, ROWS.num_tokens, CHANNELS * 3), _normal(27, ROWS.num_tokens, 2)
+    weight = _normal(28, CHANNELS * 3, WIDTH, 1)
+    layer = DeltaLayer(
+        conv_NK1=weight,
+        A_log_H=_normal(29, 2),
+        dt_bias_H=_normal(30, 2),
+        unit_norm=UnitNorm(eps=1e-6, query_scale=0.1, key_scale=0.3),
+        key_heads=1,
+        key_size=CHANNELS,
+        value_size=CHANNELS // 2,
+    )
+    ones, weights = mx.ones(CHANNELS // 2), _normal(31, ROWS.num_tokens, 2, CHANNELS // 2)
+
+    def joined(q: mx.array, k: mx.array, v: mx.array, log_a: mx.array, b: mx.array, *, is_plain: bool) -> Arrays:
+        normed = (plain_gated_norm if is_plain else gated_norm)(v, weights, ones, 1e-6)
+        return [q, k, normed, log_a, b]
+
+    def by_kernels(x: mx.array, gates: mx.array) -> Arrays:
+        return joined(*delta_inputs(layer, x, gates, gates, packed_windows(ROWS, WIDTH, 0)), is_plain=False)
+
+    def by_operations(x: mx.array, gates: mx.array) -> Arrays:
+        convolved = nn.silu(packed_short_conv(x, weight, None, ROWS))
+        q, k, v = mx.split(convolved, [CHANNELS, 2 * CHANNELS], axis=1)
+        q, k = (mx.fast.rms_norm(one, None, 1e-6)[:, None] for one in (q, k))
+        log_a = -mx.exp(layer.A_log_H) * nn.softplus(gates + layer.dt_bias_H)
+        v = v.reshape(len(x), 2, -1)
+        return joined(0.1 * q, 0.3 * k, v, log_a, mx.sigmoid(gates), is_plain=True)
+
+    found, expected = (_with_gradients(function, [x, gates]) for function in (by_kernels, by_operations))
+    return found, expected
 
 
 def _convolutions() -> tuple[Arrays, Arrays]:
@@ -118,13 +167,12 @@ def _convolutions() -> tuple[Arrays, Arrays]:
     layer = ShortConv(CHANNELS, CHANNELS, WIDTH, groups=CHANNELS, bias=False)
     layer.weight = _normal(7, CHANNELS, WIDTH, 1)
     tokens_1LC = mx.concatenate([mx.zeros((1, WIDTH - 1, CHANNELS)), _normal(8, 1, ROWS.num_tokens, CHANNELS)], axis=1)
-    weights = _normal(9, ROWS.num_tokens, CHANNELS)
 
-    def total(tokens: mx.array) -> mx.array:
+    def convolved(tokens: mx.array) -> Arrays:
         with using(ROWS):
-            return (layer(tokens)[0] * weights).sum()
+            return [layer(tokens)]
 
-    return _both_ways(total, [tokens_1LC])
+    return _both_ways(convolved, [tokens_1LC])
 
 
 def _steps() -> tuple[Arrays, Arrays]:

@@ -8,22 +8,26 @@ a chunk with G_t the sum of log a up to t, and D_ti = exp(G_t - G_i):
     L = tril(b_t D_ti (k_t . k_i), -1)        V, W = (I + L)^-1 (b v), (I + L)^-1 (b exp(G) k)
     P = tril(D_ti (q_t . k_i))        Q = exp(G) q        K = exp(G_C - G) k        g = exp(G_C)
 
-which `scan` takes. Gradients reach gates through log a, which are finite where a is zero.
+which `scan` takes; with a gate per head CUDA kernels do the same (`kernels/delta_chunks.py`). Gradients reach gates
+through log a, which are finite where a is zero.
 
 Axes: M tokens, R rows, N chunks, C tokens of a chunk, Hk, Hv key and value heads, J value heads per key head, Dk, Dv
 head sizes.
 """
 
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 
 import mlx.core as mx
 import numpy as np
 
+from parallm.model.kernels import delta_chunks
 from parallm.model.kernels import unit_lower_inverse as inverse_kernel
 from parallm.model.kernels.cuda import on_cuda
 from parallm.model.kernels.unit_lower_inverse import unit_lower_inverse
-from parallm.model.recurrence.rows import PackedRows
-from parallm.model.recurrence.scan import Decay, Terms, recurrence
+from parallm.model.recurrence.rows import Chunks, PackedRows, Stage
+from parallm.model.recurrence.scan import Decay, Terms, recurrence, sum_branches
 
 CPU_CHUNK, GPU_CHUNK = 32, 64
 """Tokens of a chunk. On a CPU 32 is fastest (1 head of 128); tensor cores want 64."""
@@ -45,12 +49,84 @@ def gated_delta(
     q, k (M, Hk, Dk), v (M, Hv, Dv), b (M, Hv), log a (M, Hv) or (M, Hv, Dk), at most 0; the key head of value head h is
     h // (Hv // Hk). The initial states of the same rows are zero by default. Chunks and states are float32.
     """
-    if initial_RVDK is None:
-        initial_RVDK = mx.zeros((len(rows.starting), *v_MVD.shape[1:], k_MKD.shape[-1]))
     size = CHANNEL_CHUNK if log_a_MV.ndim == 3 else GPU_CHUNK if on_cuda() else CPU_CHUNK
     inputs = [q_MKD, k_MKD, v_MVD, log_a_MV, b_MV]
+    if delta_chunks.fits(inputs, size):
+        return gated_delta_by_kernels(inputs, initial_RVDK, rows.chunks(size))
+    if initial_RVDK is None:
+        initial_RVDK = mx.zeros((len(rows.starting), *v_MVD.shape[1:], k_MKD.shape[-1]))
     outputs_MVD, last_RVDK = recurrence(_terms, inputs, initial_RVDK, rows.chunks(size))
     return outputs_MVD.astype(v_MVD.dtype), last_RVDK
+
+
+def gated_delta_by_kernels(
+    inputs: Sequence[mx.array], initial_RVDK: mx.array | None, chunks: Chunks
+) -> tuple[mx.array, mx.array]:
+    """The same by kernels for whole chunks, of inputs that fit them. The backward keeps the inputs alone, as that of
+    `recurrence` does."""
+    starting, continuing = chunks.starting, chunks.continuing
+    ranks = starting.ranks.tolist()
+    parents = [ranks[place] for place in chunks.parents]
+    branches = range(len(parents))
+
+    def rows_of(stage: Stage, origins: Sequence[int], targets: Sequence[int]) -> delta_chunks.Rows:
+        return delta_chunks.Rows(counts=stage.counts, first=stage.first, origins=origins, targets=targets)
+
+    def given(arrays: Sequence[mx.array]) -> delta_chunks.Inputs:
+        q, k, v, log_a, b = arrays
+        return delta_chunks.Inputs(
+            q_MKD=q,
+            k_MKD=k,
+            v_MHD=v,
+            log_a_MH=log_a,
+            b_MH=b,
+            tokens_NC=chunks.tokens,
+            num_chunks=chunks.num_chunks,
+        )
+
+    def scanned(
+        arrays: delta_chunks.Inputs, terms: delta_chunks.Terms, initial: mx.array | None
+    ) -> tuple[delta_chunks.Scanned, mx.array]:
+        origins = [-1] * len(ranks) if initial is None else ranks
+        first, last = delta_chunks.delta_scan(arrays, terms, initial, rows_of(starting, origins, ranks))
+        if not parents:
+            return first, last
+        second, _ = delta_chunks.delta_scan(arrays, terms, last, rows_of(continuing, parents, branches))
+        return joined(first, second), last
+
+    def joined(first: delta_chunks.Scanned, second: delta_chunks.Scanned) -> delta_chunks.Scanned:
+        pairs = (first.states, second.states), (first.deltas, second.deltas)
+        return delta_chunks.Scanned(*(mx.concatenate(pair) for pair in pairs))
+
+    @mx.custom_function  # type: ignore[untyped-decorator]
+    def forward(*arguments: mx.array) -> tuple[mx.array, mx.array]:
+        arrays = given(arguments[:5])
+        terms = delta_chunks.delta_terms(arrays)
+        states, last = scanned(arrays, terms, *(arguments[5:] or [None]))
+        return delta_chunks.delta_outputs(arrays, terms, states), last
+
+    @forward.vjp  # type: ignore[untyped-decorator]
+    def gradient(arguments: list[mx.array], cotangents: list[mx.array], _: object) -> tuple[mx.array, ...]:
+        slopes, of_last = cotangents
+        arrays = given(arguments[:5])
+        back = delta_chunks.delta_terms_back(arrays, slopes)
+        states, _ = scanned(arrays, back.terms, *(arguments[5:] or [None]))
+        passed = replace(back.terms, values=back.within)
+        second = None
+        if parents:
+            rows = rows_of(continuing, [-1] * len(parents), branches)
+            second, of_branches = delta_chunks.delta_scan(arrays, passed, None, rows, slopes)
+            of_last = of_last + sum_branches(of_branches, np.asarray(parents, np.int32), len(ranks))
+        rows = rows_of(starting, ranks, ranks)
+        first, of_initial = delta_chunks.delta_scan(arrays, passed, of_last, rows, slopes)
+        of_states = first if second is None else joined(first, second)
+        of_inputs = delta_chunks.delta_gradient(arrays, slopes, back, states, of_states)
+        return (*of_inputs, *([of_initial] if len(arguments) > 5 else []))
+
+    # float32 from here on, so that the gradient of an initial state is cast as the state is
+    initial = [] if initial_RVDK is None else [initial_RVDK.astype(mx.float32)]
+    outputs_MVD, last_RVDK = forward(*inputs, *initial)
+    return outputs_MVD, last_RVDK
 
 
 def _terms(q: mx.array, k: mx.array, v: mx.array, log_a: mx.array, b: mx.array) -> Terms:

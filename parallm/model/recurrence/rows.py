@@ -44,6 +44,11 @@ class Stage:
     first: int
     """Index of the first chunk."""
 
+    @property
+    def ranks(self) -> Indices:
+        """The place of each row among those of the stage in the order of their indices."""
+        return np.argsort(np.argsort(self.rows)).astype(np.int32)
+
 
 class PackedRows:
     """The rows of a flat sequence of `num_tokens`; tokens of no row are padding."""
@@ -111,6 +116,13 @@ class Chunks:
         flat = self._tokens_NC.reshape(-1)
         self._places_M = np.full(packed.num_tokens, -1, np.int32)
         self._places_M[flat[flat >= 0]] = np.flatnonzero(flat >= 0)
+
+    @cached_property
+    def tokens(self) -> mx.array:
+        """The token at each place, -1 for none (N, C); more chunks follow, of the tokens that are in none."""
+        unused = np.flatnonzero(self._places_M < 0).astype(np.int32)
+        padded = np.pad(unused, (0, -len(unused) % self.size), constant_values=-1)
+        return mx.array(np.concatenate([self._tokens_NC, padded.reshape(-1, self.size)]))
 
     def gathered(self, flat_MX: mx.array) -> mx.array:
         """Arrays of tokens (M, ..) in chunks (N, C, ..), zeros where there is no token."""

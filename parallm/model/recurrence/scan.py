@@ -16,7 +16,6 @@ from functools import cache
 
 import mlx.core as mx
 import numpy as np
-import numpy.typing as npt
 
 from parallm.model.kernels import chunk_gates as gates_kernel
 from parallm.model.kernels import chunk_scan as scan_kernel
@@ -116,22 +115,17 @@ def scan(terms: Terms, chunks: Chunks, initial_RHVK: mx.array) -> Scanned:
     states: list[mx.array] = []
     deltas: list[mx.array] = []
     starting, continuing = chunks.starting, chunks.continuing
-    last = _pass(terms, own, starting, rearranged(initial_RHVK, _ranks(starting)), states, deltas)
+    last = _pass(terms, own, starting, rearranged(initial_RHVK, starting.ranks), states, deltas)
     if continuing.counts:
         _pass(terms, own, continuing, rearranged(last, chunks.parents), states, deltas)
     states_NHVK = mx.concatenate(states)
     deltas_NHCV = terms.values if terms.removals is None else mx.concatenate(deltas)
     outputs = terms.readouts @ _transposed(states_NHVK) + terms.inner @ deltas_NHCV
-    ordered = rearranged(last, _inverse(_ranks(starting)))
+    ordered = rearranged(last, _inverse(starting.ranks))
     return Scanned(outputs=outputs, deltas=deltas_NHCV, states=states_NHVK, last=ordered)
 
 
-def _ranks(stage: Stage) -> Indices:
-    """The place of each row of a stage among its rows in the order of their indices."""
-    return _inverse(np.argsort(stage.rows))
-
-
-def _inverse(order: npt.NDArray[np.intp] | Indices) -> Indices:
+def _inverse(order: Indices) -> Indices:
     return np.argsort(order).astype(np.int32)
 
 
@@ -176,12 +170,12 @@ def backward(
     after: dict[int, mx.array] = {}
     deltas: dict[int, mx.array] = {}
     shape = scanned.states.shape[1:]
-    ranks = _ranks(starting)
+    ranks = starting.ranks
     state = mx.zeros((len(ranks), *shape)) if last_RHVK is None else rearranged(last_RHVK, ranks)
     if continuing.counts:
         zeros = mx.zeros((len(continuing.rows), *shape))
         branches = _pass_back(terms, within, read, continuing, zeros, after, deltas)
-        state = state + _sums(branches, chunks.parents, len(ranks))
+        state = state + sum_branches(branches, chunks.parents, len(ranks))
     state = _pass_back(terms, within, read, starting, state, after, deltas)
     after_NHVK = mx.concatenate([after[chunk] for chunk in sorted(after)])
     if terms.removals is None:
@@ -237,7 +231,7 @@ def _pass_back(
     return state
 
 
-def _sums(branches: mx.array, parents: Indices, num_parents: int) -> mx.array:
+def sum_branches(branches: mx.array, parents: Indices, num_parents: int) -> mx.array:
     """The sum of the branches of each parent."""
     flat = branches.reshape(len(parents), -1)
     _, (sums,) = mx.vjp(lambda source: taken(source, parents), [mx.zeros((num_parents, flat.shape[1]))], [flat])

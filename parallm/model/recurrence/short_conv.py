@@ -44,7 +44,7 @@ class ShortConv(nn.Conv1d):
     def __call__(self, x: mx.array) -> mx.array:
         rows, weight, bias, width = rows_in_use(), self.weight, self.get("bias"), self.weight.shape[1]
         if conv_kernel.fits(x, weight, bias):
-            windows = padded_windows(*x.shape[:2], width) if rows is None else packed_windows(rows, width)
+            windows = padded_windows(*x.shape[:2], width) if rows is None else packed_windows(rows, width, width - 1)
             outputs_MC = conv_kernel.short_conv(x.flatten(0, 1), weight, bias, windows)
             return outputs_MC.reshape(x.shape[0], -1, x.shape[2])
         if rows is None:
@@ -62,12 +62,12 @@ def padded_windows(num_rows: int, length: int, width: int) -> Windows:
 
 
 @lru_cache(maxsize=8)  # all layers of a pass have the same
-def packed_windows(rows: PackedRows, width: int) -> Windows:
-    """The windows of packed rows with K - 1 zeros before the first."""
+def packed_windows(rows: PackedRows, width: int, before: int) -> Windows:
+    """The windows of packed rows with `before` zeros before the first."""
     tokens_L, places_M = rows.history(width - 1)
     seen_MK = tokens_L[np.maximum(places_M[:, None] + np.arange(1 - width, 1), 0)]
-    sources_MK = np.where((places_M[:, None] >= 0) & (seen_MK >= 0), seen_MK + width - 1, -1)
-    return windows_of(sources_MK.astype(np.int32), rows.num_tokens + width - 1)
+    sources_MK = np.where((places_M[:, None] >= 0) & (seen_MK >= 0), seen_MK + before, -1)
+    return windows_of(sources_MK.astype(np.int32), rows.num_tokens + before)
 
 
 def is_short(conv: nn.Conv1d) -> bool:

@@ -135,6 +135,8 @@ unsigned atomicInc(unsigned* at, unsigned limit) {
 template <typename Value>
 Value __ldcg(const Value* at) { return *at; }
 float __int_as_float(int bits) { return reinterpret_cast<float&>(bits); }
+float __uint_as_float(unsigned bits) { return reinterpret_cast<float&>(bits); }
+unsigned __float_as_uint(float x) { return reinterpret_cast<unsigned&>(x); }
 
 // Shared memory
 constexpr unsigned MAX_SHARED = 227 * 1024;
@@ -225,6 +227,26 @@ void multiply(float* sum, unsigned a0, unsigned a1, unsigned a2, unsigned a3, un
       for (int k = 0; k < 16; k++)
         found.values[e] += float(of(lane / 4 * 4 + k % 8 / 2).a[e / 2 + k / 8 * 2][k % 2]) *
                            float(of((lane % 4 * 2 + e % 2) * 4 + k % 8 / 2).b[k / 8][k % 2]);
+    return found;
+  });
+  for (int e = 0; e < 4; e++) sum[e] += found.values[e];
+}
+
+void multiply_tf32(float* sum, const unsigned (&a)[4], const unsigned (&b)[2]) {
+  struct Operands {
+    float a[4], b[2];
+  } own;
+  for (int i = 0; i < 4; i++) own.a[i] = __uint_as_float(a[i] & ~0x1fffu);  // the last bits are not read
+  for (int i = 0; i < 2; i++) own.b[i] = __uint_as_float(b[i] & ~0x1fffu);
+  struct Sums {
+    float values[4] = {};
+  };
+  const int lane = threadIdx.x % 32;
+  const Sums found = exchange(own, [=](auto of) {
+    Sums found;
+    for (int e = 0; e < 4; e++)
+      for (int k = 0; k < 8; k++)
+        found.values[e] += of(lane / 4 * 4 + k % 4).a[e / 2 + k / 4 * 2] * of((lane % 4 * 2 + e % 2) * 4 + k % 4).b[k / 4];
     return found;
   });
   for (int e = 0; e < 4; e++) sum[e] += found.values[e];

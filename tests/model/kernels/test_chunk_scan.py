@@ -3,7 +3,7 @@
 import mlx.core as mx
 import pytest
 
-from parallm.model.kernels import chunk_gates, unit_lower_inverse
+from parallm.model.kernels import chunk_gates, delta_chunks, unit_lower_inverse
 from parallm.model.kernels import chunk_scan as module
 from parallm.model.kernels.chunk_scan import fits, shared_bytes
 from parallm.model.kernels.cuda import on_cuda
@@ -21,6 +21,7 @@ LAYOUT = [(40, None), (33, 0), (7, 0), (64, None), (1, 3), (70, 3), (5, None), (
 @pytest.fixture
 def kernels(compiled: CpuKernels, monkeypatch: pytest.MonkeyPatch) -> CpuKernels:
     compiled.mutation = "", "", ""
+    monkeypatch.setattr(delta_chunks, "has_kernels", lambda: False)  # these would take whole chunks
     if not on_cuda():
         for one in KERNELS:
             monkeypatch.setattr(one, "kernel", compiled)

@@ -21,6 +21,8 @@ from parallm.model.kernels import (
     conv_step,
     cuda,
     decode_attention,
+    delta_chunks,
+    delta_inputs,
     gated_delta_step,
     gated_norm,
     gather,
@@ -48,6 +50,8 @@ from parallm.model.kernels.token_filter import ends_by_kernel, weights_by_kernel
 from parallm.model.kernels.unpack import unpack_weights
 from parallm.model.logprobs import softmax_of
 from parallm.model.lora.segmented import add_products, order_rows
+from parallm.model.recurrence.gated_delta import gated_delta_by_kernels
+from parallm.model.recurrence.rows import PackedRows, Row
 from tests.model.kernels.test_compiler import NAMES, needs_nvrtc
 from tests.model.lora.test_segmented import random_versions
 
@@ -267,7 +271,41 @@ def update_states(dtype: mx.Dtype, *, size: int, is_by_channel: bool = False, is
 def gate_and_normalize(dtype: mx.Dtype) -> None:
     heads, weight = mx.zeros((3, 5, 2, 128), dtype), mx.zeros(128, dtype)
     assert gated_norm.fits(heads, heads, weight)
-    gated_norm.gated_norm(heads, heads, weight, 1e-6)
+    mx.vjp(lambda x, gate: gated_norm.gated_norm(x, gate, weight, 1e-6), [heads, heads], [heads])
+
+
+def mix_chunks(dtype: mx.Dtype, *, size: int = 128, heads: tuple[int, int] = (2, 4), rows: int = 3) -> None:
+    """Rows of which one continues another, forward and backward; float32 with smaller heads."""
+    size = 64 if dtype == mx.float32 else size
+    packed = PackedRows([*(Row(row * 70, 70) for row in range(rows)), Row(rows * 70, 9, after=0)], rows * 70 + 16)
+    tokens = packed.num_tokens
+    q, v, b = mx.zeros((tokens, heads[0], size), dtype), mx.zeros((tokens, heads[1], size), dtype), mx.zeros(1)
+    inputs = [q, q, v, mx.zeros((tokens, heads[1])), mx.broadcast_to(b.astype(dtype), (tokens, heads[1]))]
+    assert delta_chunks.fits(inputs, delta_chunks.CHUNK)
+    chunks = packed.chunks(delta_chunks.CHUNK)
+    last = mx.zeros((rows, heads[1], size, size))
+    mx.vjp(lambda *given: list(gated_delta_by_kernels(given, None, chunks)), inputs, [v, last])
+
+
+def project(dtype: mx.Dtype) -> None:
+    """What a layer of Qwen3.5 takes of its projections."""
+    layer = delta_inputs.DeltaLayer(
+        conv_NK1=mx.zeros((2 * 2 * 128 + 4 * 64, 4, 1), dtype),
+        A_log_H=mx.zeros(4),
+        dt_bias_H=mx.zeros(4, dtype),
+        unit_norm=gated_delta_step.UnitNorm(eps=1e-6, query_scale=0.01, key_scale=0.1),
+        key_heads=2,
+        key_size=128,
+        value_size=64,
+    )
+    assert delta_inputs.fits(layer, None, dtype)
+    x, a, windows = (
+        mx.zeros((9, 768), dtype),
+        mx.zeros((9, 4), dtype),
+        short_conv.windows_of(np.zeros((9, 4), np.int32), 9),
+    )
+    slopes = [mx.zeros((9, 2, 128), dtype)] * 2 + [mx.zeros((9, 4, 64), dtype), mx.zeros((9, 4)), a]
+    mx.vjp(lambda *given: list(delta_inputs.delta_inputs(layer, *given, windows)), [x, a, a], slopes)
 
 
 def gate_chunks(size: int) -> None:
@@ -403,6 +441,9 @@ FACES: dict[str, Face] = {
     "scan": lambda _: scan(),
     "scan with gates per channel": lambda _: scan(size=16, is_by_channel=True),
     "scan large heads": lambda _: scan(head=256),
+    "mix chunks": mix_chunks,
+    "mix chunks of many rows": lambda dtype: mix_chunks(dtype, heads=(8, 8), rows=24),
+    "project": project,
     "copy": copy,
     "sum over ranks": sum_over_ranks,
     "take": take,
@@ -457,6 +498,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
         chunk_scan,
         conv_step,
         decode_attention,
+        delta_chunks,
+        delta_inputs,
         gated_delta_step,
         gated_norm,
         gather,
@@ -469,6 +512,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
         unit_lower_inverse,
     ):
         monkeypatch.setattr(module, "has_kernels", lambda: True)
+    monkeypatch.setattr(cuda, "architecture", lambda: "sm_90")
     monkeypatch.setattr(small_batch_gemm, "architecture", lambda: "sm_90")
     monkeypatch.setattr(cuda, "target", lambda: "sm_90a")
     monkeypatch.setattr(cuda, "cubin", compile_nothing)

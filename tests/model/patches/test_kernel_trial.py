@@ -6,10 +6,12 @@ import mlx.core as mx
 import pytest
 
 from parallm.model.kernels import (
-    chunk_gates,
     chunk_scan,
     conv_step,
+    delta_chunks,
+    delta_inputs,
     gated_delta_step,
+    gated_norm,
     grouped_gemm,
     recurrent,
     short_conv,
@@ -17,10 +19,13 @@ from parallm.model.kernels import (
 )
 from parallm.model.kernels.cuda import on_cuda
 from parallm.model.patches import kernel_trial
+from parallm.model.recurrence import gated_delta
 from tests.model.kernels.cuda_on_cpu import CpuKernels, needs_compiler
 
 pytestmark = [] if on_cuda() else [needs_compiler]
-KERNELS = (chunk_gates, chunk_scan, conv_step, gated_delta_step, short_conv, unit_lower_inverse)
+KERNELS = (
+    *(chunk_scan, conv_step, delta_chunks, delta_inputs, gated_delta_step, gated_norm, short_conv, unit_lower_inverse),
+)
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +40,9 @@ def is_on(compiled: CpuKernels, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cal
     if not on_cuda():
         monkeypatch.setattr("parallm.model.kernels.cuda.has_kernels", lambda: True)
         monkeypatch.setattr(kernel_trial, "SIZE", 32)
+        monkeypatch.setattr(kernel_trial, "HALF", mx.float16)
+        monkeypatch.setattr(delta_chunks, "max_shared_bytes", lambda: 227 * 1024)
+        monkeypatch.setattr(gated_delta, "CPU_CHUNK", delta_chunks.CHUNK)
         for module in KERNELS:
             monkeypatch.setattr(module, "kernel", compiled)
 
@@ -59,8 +67,15 @@ def test_kernels_that_agree_with_the_operations_stay_on(
 @pytest.mark.parametrize(
     ("name", "old", "new", "said"),
     [
-        ("gated_delta_step", "+ written * key", "- written * key", "steps differ"),
+        ("delta_outputs", "x *= gate, y *= gate", "", "whole chunks differ"),
         ("conv_step", "tokens[i + 1]", "tokens[i]", "steps differ"),
+        pytest.param(
+            *("delta_inputs_gradient", "strength * (1.0f - strength)", "strength", "layers differ"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *("gated_delta_step", "+ written * key", "- written * key", "steps differ"), marks=pytest.mark.slow
+        ),
     ],
 )
 def test_kernels_that_differ_are_turned_off_with_a_warning(
