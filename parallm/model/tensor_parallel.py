@@ -27,8 +27,10 @@ from mlx.nn.layers.distributed import (
 from mlx.utils import tree_unflatten
 
 from parallm.errors import ModelError
+from parallm.model.kernels import sum_add_norm
 from parallm.model.kernels.all_sum import PeerMemory, all_sum, fits
 from parallm.model.kernels.cuda import on_cuda
+from parallm.model.lora.linear import LoraLinear
 from parallm.model.patches.forward import FusedAdd
 
 CUT_BY_OUTPUTS: Mapping[type[nn.Module], type[nn.Module]] = {
@@ -89,6 +91,20 @@ class TensorParallel:
         summed_BTH: mx.array = mx.distributed.all_sum(y_BTH, group=self.ranks.group, stream=self.stream)
         return summed_BTH
 
+    def output(self, y_BTH: mx.array) -> mx.array:
+        """The whole output of a layer, of which this rank computed `y_BTH`. In a decode step the residual add and its
+        norm stay one kernel, which sums over the ranks as well where it can."""
+        whole_BTH = self.summed(y_BTH)
+        if y_BTH.shape[1] > 1 or not on_cuda():
+            return whole_BTH
+        parts_SBTH, kernel = whole_BTH[None], None
+        if self.ranks.peers is not None:
+            own_SBTH = y_BTH.parts if isinstance(y_BTH, FusedAdd) else None
+            own_SBTH = y_BTH[None] if own_SBTH is None else own_SBTH
+            if sum_add_norm.fits(own_SBTH, y_BTH):
+                parts_SBTH, kernel = own_SBTH, partial(sum_add_norm.sum_add_norm, peers=self.ranks.peers)
+        return FusedAdd(whole_BTH, partial(operator.add, whole_BTH), parts_SBTH, kernel)
+
     def _part(self, array: mx.array, axis: int) -> mx.array:
         parts: list[mx.array] = mx.split(array, self.ranks.group.size(), axis=axis)
         return mx.contiguous(parts[self.ranks.group.rank()])
@@ -103,10 +119,7 @@ class SummedLinear(nn.Module):
         self._parallel = parallel
 
     def __call__(self, x: mx.array) -> mx.array:
-        y = self._parallel.summed(self.linear(x))
-        if x.shape[1] > 1 or not on_cuda():
-            return y
-        return FusedAdd(y, partial(operator.add, y), y[None])  # the residual add and its norm stay one kernel
+        return self._parallel.output(self.linear(x))
 
 
 def cut_layers(base: nn.Module, config: Mapping[str, Any], ranks: Ranks, path: str) -> TensorParallel:
@@ -153,6 +166,9 @@ def cut_layers(base: nn.Module, config: Mapping[str, Any], ranks: Ranks, path: s
 def sum_outputs(base: nn.Module, parallel: TensorParallel) -> None:
     """Sum the outputs of layers with cut inputs over all ranks, whatever LoRA adds to them."""
     layers = [(name, layer) for name, layer in base.named_modules() if name in parallel.by_inputs]
+    for _, layer in layers:
+        if isinstance(layer, LoraLinear) and layer.merged is not None:
+            layer.merged.whole = parallel.output
     base.update_modules(tree_unflatten([(name, SummedLinear(layer, parallel)) for name, layer in layers]))
 
 

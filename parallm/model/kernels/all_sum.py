@@ -2,7 +2,7 @@
 
 A decode step of a divided model has two sums a layer, of a few kilobytes each. NCCL takes tens of microseconds of the
 host for each, since MLX captures its launch into a graph of its own; this is a kernel as any other. Sums are float32 in
-the order of ranks, rounded once: all ranks have the same bits.
+the order of ranks, rounded once: all ranks have the same bits. `sum_add_norm.py` is this with what follows in a layer.
 """
 
 import ctypes
@@ -12,14 +12,18 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from parallm.model.kernels.cuda import MIN_ON_DEVICE, has_kernels, kernel
+from parallm.model.kernels.compiler import Defines
+from parallm.model.kernels.cuda import MIN_ON_DEVICE, VECTOR_BYTES, has_kernels, kernel
 
 logger = logging.getLogger(__name__)
 
-THREADS = 256  # of a block
-BLOCKS = 1024
-"""Blocks of the largest sum: 128 rows of 8,192 numbers in 16 bits."""
-WORD_BYTES, HALF_BYTES = 16, 8
+THREADS = 128  # of a block
+VECTORS = 1 << 17
+"""Vectors of the largest sum: 128 rows of 8,192 numbers in 16 bits."""
+WORD_BYTES = 16
+WORDS, TURNS = 2, 2
+"""Words of a vector; calls until the same ones are written again."""
+WARP = 32
 HANDLE_BYTES = 64
 DTYPES = (mx.bfloat16, mx.float16, mx.float32)
 ENABLE_PEER_ACCESS = 1
@@ -38,23 +42,16 @@ class PeerMemory:
 def fits(array: mx.array) -> bool:
     """Whether `all_sum` can sum an array."""
     size = array.nbytes
-    return array.dtype in DTYPES and size % HALF_BYTES == 0 and size <= BLOCKS * THREADS * HALF_BYTES
+    return array.dtype in DTYPES and size % VECTOR_BYTES == 0 and size <= VECTORS * VECTOR_BYTES
 
 
 def all_sum(array: mx.array, peers: PeerMemory) -> mx.array:
     """The sum of the arrays of all ranks, in their type. All ranks call it in the same order."""
-    defines = (
-        ("T", array.dtype),
-        ("RANKS", peers.size),
-        ("RANK", peers.rank),
-        ("BLOCKS", BLOCKS),
-        ("THREADS", THREADS),
-    )
-    threads = array.nbytes // HALF_BYTES
-    sums: mx.array = kernel("all_sum", defines)(
+    vectors = array.nbytes // VECTOR_BYTES
+    sums: mx.array = kernel("all_sum", (("T", array.dtype), *defines_of(peers), ("THREADS", THREADS)))(
         [array, peers.addresses],
         [array.size],
-        grid=(-(-threads // THREADS) * THREADS, 1, 1),
+        grid=(-(-vectors // THREADS) * THREADS, 1, 1),
         threadgroup=(THREADS, 1, 1),
         output_shapes=[array.shape],
         output_dtypes=[array.dtype],
@@ -62,9 +59,14 @@ def all_sum(array: mx.array, peers: PeerMemory) -> mx.array:
     return sums
 
 
+def defines_of(peers: PeerMemory) -> Defines:
+    """What `peer_sum.cuh` is compiled with."""
+    return ("RANKS", peers.size), ("RANK", peers.rank), ("VECTORS", VECTORS)
+
+
 def num_bytes(ranks: int) -> int:
-    """Size of a rank's part: the words, and the count of calls of each block."""
-    return 2 * ranks * BLOCKS * THREADS * WORD_BYTES + BLOCKS * 4
+    """Size of a rank's part: the words, and the count of calls of each warp's vectors."""
+    return TURNS * ranks * WORDS * VECTORS * WORD_BYTES + VECTORS // WARP * 4
 
 
 def open_peer_memory(rank: int, size: int, gather: Callable[[bytes], Sequence[bytes]]) -> PeerMemory | None:

@@ -123,6 +123,8 @@ class MergedLinear:
         self._cuts = [sum(self._widths[:count]) for count in range(1, len(layers))]
         self._joined = joined
         self._linears = [layer.linear for layer in layers]
+        self.whole: Callable[[mx.array], mx.array] | None = None
+        """Of a divided base: the output of all ranks from that of this one, which callers of the layer make."""
         self._is_gated = False  # whether SwiGLU of the outputs was asked for once, as it then always will be
         self._x: mx.array | None = None  # the input that the outputs are of; nothing is kept when all are fetched
         self._outputs: dict[str, mx.array] = {}
@@ -154,13 +156,15 @@ class MergedLinear:
         weights = lora.of_group(self.targets) if lora else None
         linear = self._joined
         ranks = weights.layout.ranks if weights else ()
-        return type(linear), linear.weight.shape, "bias" in linear, tuple(self._widths), ranks, self._is_gated
+        followers = self._is_gated, self.whole is None
+        return type(linear), linear.weight.shape, "bias" in linear, tuple(self._widths), ranks, *followers
 
     def list_kernels(self, x: mx.array, lora: SegmentedLora | None) -> None:
         """Build the outputs for `x`, and what reads them in the forwards before; see `listed_kernels`."""
         outputs = self._all(x, lora)
         if len(outputs) == 1:
-            total = outputs[0] + mx.zeros(outputs[0].shape, outputs[0].dtype)
+            output = outputs[0] if self.whole is None else self.whole(outputs[0])
+            total = output + mx.zeros(output.shape, output.dtype)
             if isinstance(origin := origin_of(total), ResidualSum):
                 origin.normed(mx.ones(total.shape[-1], total.dtype), 1.0)
         elif self._is_gated:

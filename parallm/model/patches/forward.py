@@ -26,6 +26,8 @@ from parallm.model.kernels.swiglu import fused_swiglu
 from parallm.model.logprobs import is_slow, sigmoid
 from parallm.model.quantized import UnpackingEmbedding
 
+AddNorm = Callable[[mx.array, mx.array, mx.array, float], tuple[mx.array, mx.array]]
+"""Of parts (S, B, T, H), the stream, a norm's weight and its eps: the stream after the add, and its norm."""
 TRUNK_NAMES = ("model", "transformer", "backbone")
 
 _mlx_lm_attention = mlx_lm_base.scaled_dot_product_attention
@@ -182,12 +184,15 @@ class ResidualSum:
 
     parts_SBTH: mx.array
     before_BTH: mx.array
+    kernel: AddNorm | None
+    """Adds and norms; None: `add_norm`."""
     value_BTH: mx.array | None = None
     """The stream from the kernel of its norm, once that was asked for: whoever adds to the stream reads this one."""
 
     def normed(self, weight_H: mx.array, eps: float) -> mx.array:
         """RMSNorm of the stream, (B, T, H)."""
-        self.value_BTH, normed_BTH = add_norm(self.parts_SBTH, self.before_BTH, weight_H, eps)
+        kernel = self.kernel or add_norm
+        self.value_BTH, normed_BTH = kernel(self.parts_SBTH, self.before_BTH, weight_H, eps)
         return normed_BTH
 
 
@@ -206,15 +211,21 @@ class FusedAdd(mx.array):
     """`value`, until another array of its shape and type is added to it: then `added_to` of that array.
 
     mlx-lm's layers end with `x + self.mlp(...)`, and one kernel does both: Python asks the operand of the derived class
-    first. With `parts` (S, B, T, H), whose sum is `value`, the norm after that add can be part of the kernel, too.
+    first. With `parts` (S, B, T, H), whose sum is `value`, the norm after that add can be part of the kernel, too: that of
+    `add_norm`, or `kernel`.
     """
 
     def __init__(
-        self, value: mx.array, added_to: Callable[[mx.array], mx.array], parts: mx.array | None = None
+        self,
+        value: mx.array,
+        added_to: Callable[[mx.array], mx.array],
+        parts: mx.array | None = None,
+        kernel: AddNorm | None = None,
     ) -> None:
         super().__init__(value)
         self._added_to = added_to
-        self._parts = parts
+        self.parts = parts
+        self._kernel = kernel
 
     def __radd__(self, other: Any) -> mx.array:
         if isinstance(other, mx.array) and other.shape == self.shape and other.dtype == self.dtype:
@@ -222,8 +233,8 @@ class FusedAdd(mx.array):
                 case ResidualSum(value_BTH=mx.array() as value):
                     other = value
             total = self._added_to(other)
-            if self._parts is not None and fits(self._parts, other):
-                set_origin(total, ResidualSum(parts_SBTH=self._parts, before_BTH=other))
+            if self.parts is not None and fits(self.parts, other):
+                set_origin(total, ResidualSum(parts_SBTH=self.parts, before_BTH=other, kernel=self._kernel))
             return total
         return super().__radd__(other)
 

@@ -252,6 +252,25 @@ void multiply_tf32(float* sum, const unsigned (&a)[4], const unsigned (&b)[2]) {
   for (int e = 0; e < 4; e++) sum[e] += found.values[e];
 }
 
+// Memory of several ranks, each of which runs in a thread of its own; halves of a word arrive by themselves
+void store_word(uint64_t address, uint32_t low, uint32_t high, uint32_t mark) {
+  uint64_t* halves = reinterpret_cast<uint64_t*>(address);
+  const uint64_t values[2] = {uint64_t(mark) << 32 | low, uint64_t(mark) << 32 | high};
+  const int first = random_numbers() % 2;
+  for (int half : {first, 1 - first}) {
+    __atomic_store_n(halves + half, values[half], __ATOMIC_RELAXED);
+    switch_from(threadIdx.x);
+  }
+}
+void load_word(uint64_t address, uint32_t& low, uint32_t& high, uint32_t (&marks)[2]) {
+  const uint64_t* halves = reinterpret_cast<const uint64_t*>(address);
+  const uint64_t values[2] = {__atomic_load_n(halves, __ATOMIC_RELAXED), __atomic_load_n(halves + 1, __ATOMIC_RELAXED)};
+  low = values[0], marks[0] = values[0] >> 32, high = values[1], marks[1] = values[1] >> 32;
+  static int64_t loads;
+  CHECK(++loads < 100000000);  // what never comes
+  switch_from(threadIdx.x);
+}
+
 // Blocks one after the other, in a random order
 void launch(int blocks, int threads, unsigned shared, int seed, void (*kernel)()) {
   static void (*body)();

@@ -1,4 +1,4 @@
-"""The protocol of `all_sum.cu`, thread by thread in any order, and the memory that ranks share."""
+"""The protocol of `peer_sum.cuh`, thread by thread in any order, and the memory that ranks share."""
 
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -10,7 +10,7 @@ import pytest
 from parallm.model.kernels import all_sum as module
 from parallm.model.kernels.all_sum import PeerError, open_peer_memory
 
-BLOCKS, THREADS = 3, 2
+WARPS, THREADS = 3, 2
 Word = tuple[int, int]
 """The value, and the number of the call beside it."""
 
@@ -21,12 +21,12 @@ class Part:
 
     words: dict[tuple[int, int, int], Word] = field(default_factory=dict)
     """By turn, rank that wrote it, and index."""
-    calls: list[int] = field(default_factory=lambda: [0] * BLOCKS)
+    calls: list[int] = field(default_factory=lambda: [0] * WARPS)
     results: list[list[int | None]] = field(default_factory=list)
 
 
 def thread(parts: Sequence[Part], rank: int, index: int, call: int, value: int, *, turns: int) -> Iterator[bool]:
-    """What a thread of the kernel does; yields whether it has moved on."""
+    """What a thread of a kernel does; yields whether it has moved on."""
     ranks = len(parts)
     for step in range(1, ranks):
         parts[(rank + step) % ranks].words[call % turns, rank, index] = value, call
@@ -49,11 +49,11 @@ def launches(
         part = parts[rank]
         part.results.append([None] * size)
         running: list[Iterator[bool]] = []
-        for block in range(-(-size // THREADS)):
-            part.calls[block] += 1
-            indices = range(block * THREADS, min(size, (block + 1) * THREADS))
+        for warp in range(-(-size // THREADS)):
+            part.calls[warp] += 1
+            indices = range(warp * THREADS, min(size, (warp + 1) * THREADS))
             running += [
-                thread(parts, rank, index, part.calls[block], value_of(rank, number, index), turns=turns)
+                thread(parts, rank, index, part.calls[warp], value_of(rank, number, index), turns=turns)
                 for index in indices
             ]
         while running:
@@ -91,7 +91,7 @@ def run(ranks: int, sizes: Sequence[int], seed: int, *, turns: int = 2) -> bool:
 def test_every_rank_gets_every_sum_in_any_order_of_threads(ranks: int) -> None:
     order = random.Random(1)
     for seed in range(40):
-        sizes = [order.randint(1, BLOCKS * THREADS) for _ in range(12)]
+        sizes = [order.randint(1, WARPS * THREADS) for _ in range(12)]
         assert run(ranks, sizes, seed), (seed, sizes)
 
 

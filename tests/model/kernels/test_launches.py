@@ -33,6 +33,7 @@ from parallm.model.kernels import (
     short_conv,
     slot_copy,
     small_batch_gemm,
+    sum_add_norm,
     token_scores,
     unit_lower_inverse,
 )
@@ -386,9 +387,19 @@ def multiply_experts(dtype: mx.Dtype) -> None:
 
 
 def sum_over_ranks(dtype: mx.Dtype) -> None:
-    addresses = mx.zeros(4, mx.uint64)
     for size in (2, 4):
-        all_sum.all_sum(mx.zeros((3, 1, 512), dtype), all_sum.PeerMemory(rank=size - 1, size=size, addresses=addresses))
+        all_sum.all_sum(mx.zeros((3, 1, 512), dtype), peers_of(size))
+
+
+def add_norm_over_ranks(dtype: mx.Dtype, *, size: int, splits: int, ranks: int) -> None:
+    half = mx.bfloat16 if dtype == mx.float32 else dtype
+    parts, stream = mx.zeros((splits, 5, 1, size), half if splits == 1 else mx.float32), mx.zeros((5, 1, size), half)
+    assert sum_add_norm.fits(parts, stream)
+    sum_add_norm.sum_add_norm(parts, stream, mx.ones(size, half), 1e-5, peers=peers_of(ranks))
+
+
+def peers_of(size: int) -> all_sum.PeerMemory:
+    return all_sum.PeerMemory(rank=size - 1, size=size, addresses=mx.zeros(8, mx.uint64))
 
 
 HALVES = Rotation(dims=64, traditional=False, scale=1.0, base=10_000.0, wavelengths=None)
@@ -446,6 +457,8 @@ FACES: dict[str, Face] = {
     "project": project,
     "copy": copy,
     "sum over ranks": sum_over_ranks,
+    "sum over ranks and normalize": lambda dtype: add_norm_over_ranks(dtype, size=8192, splits=4, ranks=2),
+    "sum over many ranks and normalize": lambda dtype: add_norm_over_ranks(dtype, size=1280, splits=1, ranks=8),
     "take": take,
     "unpack": unpack,
     "multiply experts' rows": multiply_experts,

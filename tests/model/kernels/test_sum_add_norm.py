@@ -1,0 +1,137 @@
+"""Sums over ranks as the sources that run, on a CPU: each rank's kernels in a thread, and memory that all write into."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from parallm.model.kernels import all_sum, sum_add_norm
+from parallm.model.kernels.all_sum import PeerMemory, num_bytes
+from parallm.model.kernels.compiler import Defines
+from tests.model.kernels.cuda_on_cpu import CpuKernels, needs_compiler
+
+HIDDEN, SPLITS, EPS, SEED = 512, 2, 1e-5, 3
+CALLS = (("norm", 3), ("norm", 1), ("sum", 3), ("norm", 2), ("sum", 1), *(("norm", 3),) * 3)
+"""The kernel, and the rows: those of one after the other share words."""
+MUTANTS = {
+    "the first word is not waited for": ("first[0] != call || first[1] != call || ", ""),
+    "the second word is not waited for": (" || second[0] != call || second[1] != call", ""),
+    "half a word is not waited for": (" || first[1] != call", ""),
+    "any call will do": ("first[0] != call || first[1] != call || second[0] != call || second[1] != call", "!first[0]"),
+    "a rank adds itself instead": ("(rank != RANK)", "(false)"),
+    "parts are left out": ("s = 1; s < SPLITS", "s = 1; s < 1"),
+}
+Results = list[np.ndarray]
+
+
+class Ranks:
+    """Some ranks with their parts of the memory."""
+
+    def __init__(self, folder: Path, size: int) -> None:
+        self.kernels = [CpuKernels(folder / str(rank), SEED) for rank in range(size)]
+        for rank in range(size):
+            (folder / str(rank)).mkdir()
+        self._parts = [np.zeros(num_bytes(size) // 8 + 1, np.uint64) for _ in range(size)]
+        starts = [part.ctypes.data + part.ctypes.data % 16 for part in self._parts]
+        addresses = mx.array(starts, mx.uint64)
+        self._peers = [PeerMemory(rank=rank, size=size, addresses=addresses) for rank in range(size)]
+
+    def kernel(self, name: str, defines: Defines) -> Callable[..., list[mx.array]]:
+        """Stands in for `cuda.kernel`."""
+        compiled: Callable[..., list[mx.array]] = self.kernels[int(str(dict(defines)["RANK"]))](name, defines)
+        return compiled
+
+    def run(self, arrays: Sequence[Sequence[list[mx.array]]]) -> list[Results]:
+        """What each rank gets of all calls."""
+        with ThreadPoolExecutor(len(self._peers)) as pool:
+            return list(pool.map(self._calls, self._peers, arrays))
+
+    def _calls(self, peers: PeerMemory, arrays: Sequence[list[mx.array]]) -> Results:
+        results: Results = []
+        for (kind, _), given in zip(CALLS, arrays, strict=True):
+            if kind == "norm":
+                results += map(np.array, sum_add_norm.sum_add_norm(*given, EPS, peers=peers))
+            else:
+                results.append(np.array(all_sum.all_sum(given[0], peers)))
+        return results
+
+
+@pytest.fixture(params=[2, 3])
+def size(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
+@pytest.fixture
+def ranks(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ranks:
+    made = Ranks(tmp_path, size)
+    monkeypatch.setattr(all_sum, "kernel", made.kernel)
+    monkeypatch.setattr(sum_add_norm, "kernel", made.kernel)
+    return made
+
+
+def random_calls(size: int) -> list[list[list[mx.array]]]:
+    """The arrays of each rank's calls; stream and weight are the same at all."""
+    numbers = np.random.default_rng(SEED)
+
+    def normal(*shape: int) -> np.ndarray:
+        return numbers.standard_normal(shape, np.float32)
+
+    common = [(normal(rows, 1, HIDDEN), normal(HIDDEN)) for _, rows in CALLS]
+    calls = [
+        [
+            [normal(SPLITS, rows, 1, HIDDEN), *(array.astype(np.float16) for array in shared)]
+            if kind == "norm"
+            else [normal(rows, 1, HIDDEN).astype(np.float16)]
+            for (kind, rows), shared in zip(CALLS, common, strict=True)
+        ]
+        for _ in range(size)
+    ]
+    made = [[[mx.array(array) for array in call] for call in of_rank] for of_rank in calls]
+    mx.eval(made)
+    return made
+
+
+def expected(arrays: Sequence[Sequence[list[mx.array]]]) -> Results:
+    results: Results = []
+    for (kind, _), of_ranks in zip(CALLS, zip(*arrays, strict=True), strict=True):
+        given = [np.array(call[0]) for call in of_ranks]
+        sent = [(one[0] + one[1]).astype(np.float16) if kind == "norm" else one for one in given]
+        total = sent[0].astype(np.float32)
+        for one in sent[1:]:
+            total = total + one.astype(np.float32)
+        if kind == "sum":
+            results.append(total.astype(np.float16))
+            continue
+        _, stream, weight = (np.array(array).astype(np.float32) for array in of_ranks[0])
+        added = (total + stream).astype(np.float16)
+        scale = 1 / np.sqrt(np.square(added.astype(np.float32)).mean(-1, keepdims=True) + EPS)
+        normed = weight * (added.astype(np.float32) * scale).astype(np.float16).astype(np.float32)
+        results += [added, normed.astype(np.float16)]
+    return results
+
+
+def agree(found: Sequence[Results], wanted: Results) -> bool:
+    same = all(np.array_equal(one, other) for results in found for one, other in zip(results, found[0], strict=True))
+    return same and all(np.allclose(one, other, rtol=2e-3) for one, other in zip(found[0], wanted, strict=True))
+
+
+@needs_compiler
+def test_all_ranks_get_the_bits_of_one_sum_whatever_kernel_came_before(ranks: Ranks, size: int) -> None:
+    arrays = random_calls(size)
+    found, wanted = ranks.run(arrays), expected(arrays)
+    assert agree(found, wanted)
+    sums = [place for place, one in enumerate(wanted) if np.array_equal(one, found[0][place])]
+    assert len(sums) >= len(CALLS)  # all that is no norm, whose squares are added in another order
+
+
+@needs_compiler
+@pytest.mark.parametrize("mutant", MUTANTS)
+@pytest.mark.parametrize("size", [2], indirect=True)
+def test_what_is_not_waited_for_is_found(mutant: str, ranks: Ranks, size: int) -> None:
+    for kernels in ranks.kernels:
+        kernels.mutation = ("sum_add_norm", *MUTANTS[mutant])
+    arrays = random_calls(size)
+    assert not agree(ranks.run(arrays), expected(arrays))
