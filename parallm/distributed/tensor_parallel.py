@@ -13,6 +13,7 @@ from parallm.distributed.lockstep import FollowingEngine
 from parallm.distributed.team import Team
 from parallm.errors import EngineStopped, ExchangeFailed
 from parallm.model.kernels.all_sum import PeerMemory, open_peer_memory
+from parallm.model.kernels.peer_trial import tried
 from parallm.model.load import load_shared_model
 from parallm.model.settings import ModelSettings
 from parallm.model.shared_model import SharedModel
@@ -47,7 +48,12 @@ def _peer_memory(team: Team) -> PeerMemory | None:
     identity = team.identity
     if identity.backend != "nccl" or len(set(gather(socket.gethostname().encode()))) > 1:
         return None
-    return open_peer_memory(identity.rank, identity.size, gather)
+    peers = open_peer_memory(identity.rank, identity.size, gather)
+    if peers is None:
+        return None
+    waiting: Future[object] = Future()
+    with team.channel.guarded("trying sums", waiting):
+        return tried(peers, gather)
 
 
 def follow(device: DeviceThread, engine: FollowingEngine, channel: Channel) -> None:

@@ -31,7 +31,7 @@ def sum_add_norm(
     parts_SBTH: mx.array, stream_BTH: mx.array, weight_H: mx.array, eps: float, *, peers: PeerMemory
 ) -> tuple[mx.array, mx.array]:
     """The sum of all parts of all ranks and the stream, and its RMSNorm, both (B, T, H) in the stream's type: the same
-    bits at each rank. All ranks call it in the same order."""
+    bits at each rank. All ranks call it in the same order, and each call depends on the sum before."""
     splits, *rows, size = parts_SBTH.shape
     threads = _vectors(stream_BTH)
     defines = (

@@ -211,8 +211,8 @@ class FusedAdd(mx.array):
     """`value`, until another array of its shape and type is added to it: then `added_to` of that array.
 
     mlx-lm's layers end with `x + self.mlp(...)`, and one kernel does both: Python asks the operand of the derived class
-    first. With `parts` (S, B, T, H), whose sum is `value`, the norm after that add can be part of the kernel, too: that of
-    `add_norm`, or `kernel`.
+    first. With `parts` (S, B, T, H), whose sum is `value`, the norm after that add can be part of the kernel, too. With
+    `kernel` it is that one, and `value` is the sum over other processes as well.
     """
 
     def __init__(

@@ -39,8 +39,8 @@ SECONDS = 150.0
 )
 def divided_steps(request: Request) -> Iterator[Figures]:
     """A 70B shape in 4 bits, random weights: decode steps of 1 and 32 rows on one GPU over those on several, the worse
-    of both; RMS of the difference between the logits of two and of one, and of a prompt with another last token;
-    seconds until two have their parts."""
+    of both; RMS of the difference between the logits of two and of one, and of a prompt with another end; seconds
+    until two have their parts."""
     shape, layers = ("tiny", 2) if request.is_quick else ("70b-4bit", 80)
     rows = [1, 4] if request.is_quick else list(ROWS)
     with tempfile.TemporaryDirectory() as folder:
@@ -54,9 +54,15 @@ def divided_steps(request: Request) -> Iterator[Figures]:
                 one, two, other = (
                     np.load(Path(folder) / name) for name in ("logits_1.npy", "logits_2.npy", "other_logits_2.npy")
                 )
+                difference, control, spread = rms(two - one), rms(other - one), float(one.std())
+                print(
+                    f"logits: standard deviation {spread:.4f}; two GPUs differ by {difference:.5f}, "
+                    f"{difference / spread:.4f} of it, the control by {control:.5f}, {control / spread:.4f} of it",
+                    file=sys.stderr,
+                )
                 yield {
-                    "tensor_parallel.logit_difference": rms(two - one),
-                    "tensor_parallel.control_logit_difference": rms(other - one),
+                    "tensor_parallel.logit_difference": difference,
+                    "tensor_parallel.control_logit_difference": control,
                     "tensor_parallel.start_seconds": found[2][0]["start_seconds"],
                 }
 

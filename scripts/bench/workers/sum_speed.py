@@ -1,7 +1,8 @@
 """Seconds of a sum over all ranks, in a chain of as many as a step has; one of the ranks.
 
 `kernel` sums by a kernel that writes into the memory of the other GPUs, where there are some, `group` by NCCL or a
-ring. `none` only multiplies by a number, as the others do after each sum.
+ring. `none` only multiplies by a number, as the others do after each sum. `apart` adds to the stream and norms it after
+the kernel's sum, `fused` in the kernel of the sum.
 """
 
 import time
@@ -14,11 +15,14 @@ import mlx.core as mx
 from parallm.distributed.settings import DistributedSettings
 from parallm.distributed.team import Team, join_team
 from parallm.distributed.tensor_parallel import join_ranks
-from parallm.model.kernels.all_sum import all_sum, fits
+from parallm.model.kernels.add_norm import add_norm
+from parallm.model.kernels.all_sum import all_sum
+from parallm.model.kernels.sum_add_norm import fits, sum_add_norm
 
 SUMS = 160
 """Of a step of 80 layers."""
 TURNS = 6
+EPS = 1e-5
 Sum = Callable[[mx.array], mx.array]
 
 
@@ -34,12 +38,15 @@ def main(*, rows: list[int], hidden: int, workers: int, folder: str) -> dict[str
             "group": lambda x: mx.distributed.all_sum(x, group=ranks.group),
         }
         if peers is not None:
+            weight = mx.ones(hidden, mx.bfloat16)
             kinds["kernel"] = lambda x: all_sum(x, peers)
+            kinds["apart"] = lambda x: add_norm(all_sum(x, peers)[None], x, weight, EPS)[1]
+            kinds["fused"] = lambda x: sum_add_norm(x[None], x, weight, EPS, peers=peers)[1]
         found: dict[str, Any] = {}
         for count in rows:
             x = mx.ones((count, 1, hidden), mx.bfloat16)
             for kind, function in kinds.items():
-                if kind != "kernel" or fits(x):
+                if kind in ("none", "group") or fits(x[None], x):
                     found[f"{kind}.{count}"] = timed(team, function, x, f"{kind} {count}")
         return found
 

@@ -1,6 +1,6 @@
 """Decode steps of a shape with random weights, on one device or as one of the ranks that it is divided between.
 
-Logits of a prompt come before, and as a control those of one with another last token.
+Logits of a prompt come before, and as a control those of one with another end.
 
 Rank 0 drives its engine as the device thread does, and the others follow it. Every process makes the same weights from
 the seed, an array at a time, and keeps its part.
@@ -45,6 +45,9 @@ PROMPT = 512
 """Prompt tokens of a unit: as many are multiplied by unpacked weights, for which MLX compiles nothing."""
 SCORED = 4
 """Last positions of a prompt whose logits are compared: from 8 rows on MLX compiles a product for the head."""
+CHANGED = 64
+"""Last tokens that the control changes, the scored ones among them. Attention of random weights is a mean over all
+positions, which makes them alike layer by layer: one other token alone moved its logits by a tenth of their spread."""
 KV_BYTES = 4 << 30
 
 
@@ -64,8 +67,9 @@ def main(
         model = divided_model(sizes, ranks)
         rank = team.identity.rank if isinstance(team, Team) else 0
         started = time.perf_counter() - began
-        prompt = random_prompts(sizes["vocab_size"], 1, PROMPT, seed=7)[0]
-        logits_TV, other_TV = (scored_logits(model, tokens) for tokens in (prompt, (*prompt[:-1], prompt[0])))
+        prompt, other = random_prompts(sizes["vocab_size"], 2, PROMPT, seed=7)
+        changed = (*prompt[:-CHANGED], *other[-CHANGED:])
+        logits_TV, other_TV = (scored_logits(model, tokens) for tokens in (prompt, changed))
         if rank == 0:
             np.save(Path(folder) / f"logits_{workers}.npy", logits_TV)
             np.save(Path(folder) / f"other_logits_{workers}.npy", other_TV)

@@ -1,13 +1,16 @@
-"""Sums over ranks as the sources that run, on a CPU: each rank's kernels in a thread, and memory that all write into."""
+"""Sums over ranks as the sources that run, on a CPU: each rank's kernels in a thread, and memory that all share."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from threading import Barrier
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
+import parallm.model.kernels.peer_trial as trial
 from parallm.model.kernels import all_sum, sum_add_norm
 from parallm.model.kernels.all_sum import PeerMemory, num_bytes
 from parallm.model.kernels.compiler import Defines
@@ -37,7 +40,7 @@ class Ranks:
         self._parts = [np.zeros(num_bytes(size) // 8 + 1, np.uint64) for _ in range(size)]
         starts = [part.ctypes.data + part.ctypes.data % 16 for part in self._parts]
         addresses = mx.array(starts, mx.uint64)
-        self._peers = [PeerMemory(rank=rank, size=size, addresses=addresses) for rank in range(size)]
+        self.peers = [PeerMemory(rank=rank, size=size, addresses=addresses) for rank in range(size)]
 
     def kernel(self, name: str, defines: Defines) -> Callable[..., list[mx.array]]:
         """Stands in for `cuda.kernel`."""
@@ -46,14 +49,15 @@ class Ranks:
 
     def run(self, arrays: Sequence[Sequence[list[mx.array]]]) -> list[Results]:
         """What each rank gets of all calls."""
-        with ThreadPoolExecutor(len(self._peers)) as pool:
-            return list(pool.map(self._calls, self._peers, arrays))
+        with ThreadPoolExecutor(len(self.peers)) as pool:
+            return list(pool.map(self._calls, self.peers, arrays))
 
     def _calls(self, peers: PeerMemory, arrays: Sequence[list[mx.array]]) -> Results:
         results: Results = []
         for (kind, _), given in zip(CALLS, arrays, strict=True):
             if kind == "norm":
-                results += map(np.array, sum_add_norm.sum_add_norm(*given, EPS, peers=peers))
+                parts, stream, weight = given
+                results += map(np.array, sum_add_norm.sum_add_norm(parts, stream, weight, EPS, peers=peers))
             else:
                 results.append(np.array(all_sum.all_sum(given[0], peers)))
         return results
@@ -135,3 +139,38 @@ def test_what_is_not_waited_for_is_found(mutant: str, ranks: Ranks, size: int) -
         kernels.mutation = ("sum_add_norm", *MUTANTS[mutant])
     arrays = random_calls(size)
     assert not agree(ranks.run(arrays), expected(arrays))
+
+
+def try_all(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> list[PeerMemory | None]:
+    """What each rank's trial returns."""
+    monkeypatch.setattr(trial, "HALF", mx.float16)
+    monkeypatch.setattr(trial, "HIDDEN", HIDDEN)
+    monkeypatch.setattr(trial, "ROWS", (1, 3, 1))
+    answers, barrier = [b""] * len(ranks.peers), Barrier(len(ranks.peers))
+
+    def tried(peers: PeerMemory) -> PeerMemory | None:
+        return trial.tried(peers, partial(gather, peers.rank))
+
+    def gather(rank: int, own: bytes) -> list[bytes]:
+        answers[rank] = own
+        barrier.wait()
+        return answers
+
+    with ThreadPoolExecutor(len(ranks.peers)) as pool:
+        return list(pool.map(tried, ranks.peers))
+
+
+@needs_compiler
+@pytest.mark.parametrize("size", [2], indirect=True)
+def test_sums_that_are_right_are_used(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert try_all(ranks, monkeypatch) == ranks.peers
+
+
+@needs_compiler
+@pytest.mark.parametrize("size", [2], indirect=True)
+def test_all_ranks_go_through_nccl_if_the_sums_of_one_are_wrong(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ranks.kernels[1].mutation = "sum_add_norm", "T(total[j] + float(before", "T(total[j] + 2 * float(before"
+    assert try_all(ranks, monkeypatch) == [None, None]
+    assert "sums between GPUs go through NCCL, which takes longer: sums differ by" in caplog.text
