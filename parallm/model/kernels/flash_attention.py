@@ -101,10 +101,18 @@ def forward_kernel(head_size: int) -> str:
 def tiling(name: str, head_size: int) -> Tiling:
     """The tiling of a kernel: none spills registers, and each but `HOPPER` fits into the 99 KB of a block that any GPU
     has."""
-    if name == HOPPER:
-        return Tiling(8, 1, 128, 1, stages=3, registers=(224, 56))
-    small = {FORWARD: Tiling(4, 1, 64, 4), QUERIES: Tiling(4, 1, 64, 3), KEYS: Tiling(4, 1, 64, 2)}
-    large = {FORWARD: Tiling(4, 1, 64, 2), QUERIES: Tiling(4, 1, 48, 2), KEYS: Tiling(4, 1, 32, 2)}
+    small = {
+        FORWARD: Tiling(4, 1, 64, 4),
+        HOPPER: Tiling(12, 1, 128, 1, stages=4, registers=(160, 32)),
+        QUERIES: Tiling(4, 1, 64, 3),
+        KEYS: Tiling(4, 1, 64, 2),
+    }
+    large = {
+        FORWARD: Tiling(4, 1, 64, 2),
+        HOPPER: Tiling(12, 1, 64, 1, stages=4, registers=(152, 56)),
+        QUERIES: Tiling(4, 1, 48, 2),
+        KEYS: Tiling(4, 1, 32, 2),
+    }
     return (small if head_size <= 64 else large)[name]
 
 

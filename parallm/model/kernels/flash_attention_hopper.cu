@@ -8,9 +8,8 @@
 #include "flash_attention.cuh"
 constexpr int ROW_BYTES = 128, GROUP_THREADS = 128, GROUP_ROWS = 64;  // of matrices in shared memory, of warpgroups
 constexpr int GROUPS = WARPS / 4, PAGE = 64, TILE_BYTES = COLUMNS * HEAD * 2, LINES = 32 / VECTORS;
+static_assert(STAGES == 4, "a stage is always the same one of four warps', so that its barriers are in order");
 // matrices in shared memory are panels of 64 columns; after queries, and keys and values of each stage, come barriers
-// warps that fetch in turn, PARTS for each tile; a stage is always the same warps', so that its barriers are in order
-constexpr int TURNS = STAGES % 4 == 0 ? 4 : STAGES % 3 == 0 ? 3 : 2, PARTS = 4 / TURNS;
 constexpr int STAGE_BYTES = 2 * TILE_BYTES, QUERY_BYTES = ROWS * HEAD * 2;
 constexpr int ALL_BYTES = QUERY_BYTES + STAGES * STAGE_BYTES;
 
@@ -30,17 +29,17 @@ extern "C" __global__ void __launch_bounds__(THREADS + GROUP_THREADS, 1)
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = threadIdx.x / GROUP_THREADS;
   const int count = tile.count - tile.first;
   if (threadIdx.x < STAGES) {
-    init_barrier(full + threadIdx.x * 8, PARTS);
+    init_barrier(full + threadIdx.x * 8, 1);
     init_barrier(empty + threadIdx.x * 8, WARPS);
   }
   __syncthreads();
 
   if (group == GROUPS) {
     give_registers<SPARE>();
-    const int line = lane / VECTORS, vector = lane % VECTORS, part = (warp - WARPS) / TURNS;
+    const int line = lane / VECTORS, vector = lane % VECTORS, stage = warp - WARPS;
 #pragma unroll 1
-    for (int i = (warp - WARPS) % TURNS; i < count && part < PARTS; i += TURNS) {
-      const int stage = i % STAGES, t = tile.first + i;
+    for (int i = stage; i < count; i += STAGES) {
+      const int t = tile.first + i;
       if (i >= STAGES) wait_barrier(empty + stage * 8, (i / STAGES - 1) & 1);
       const unsigned to = start + QUERY_BYTES + stage * STAGE_BYTES;
 #pragma unroll
@@ -51,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + GROUP_THREADS, 1)
         const int64_t first = (int64_t(number) * heads + tile.head) * PAGE * HEAD;
 #endif
 #pragma unroll 1
-        for (int eight = part * 8; eight < PAGE; eight += PARTS * 8)
+        for (int eight = 0; eight < PAGE; eight += 8)
 #pragma unroll
           for (int row = line; row < line + 8; row += LINES) {
             const int position = at + eight + row;
@@ -120,12 +119,14 @@ extern "C" __global__ void __launch_bounds__(THREADS + GROUP_THREADS, 1)
     if (!view.all())
 #pragma unroll
       for (int r = 0; r < 2; r++) {
-        const int token = tile.position(warp_begin + r * 8 + lane / 4);
+        // as `View::sees`, but columns are constants: without, registers spill where REPEATS is 1
+        const int token = tile.position(warp_begin + r * 8 + lane / 4), start = view.start + lane % 4 * 2;
+        const int latest = min(token, tile.end - 1) - start, before = token - window - start;
 #pragma unroll
         for (int n = 0; n < COLUMNS / 8; n++)
 #pragma unroll
           for (int e = 0; e < 2; e++)
-            if (!view.sees(token, n * 8 + lane % 4 * 2 + e)) score[n * 4 + 2 * r + e] = -INFINITY;
+            if (n * 8 + e > latest || n * 8 + e <= before) score[n * 4 + 2 * r + e] = -INFINITY;
       }
 #pragma unroll
     for (int r = 0; r < 2; r++) {

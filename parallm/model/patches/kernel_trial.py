@@ -29,10 +29,10 @@ EXPERT_ROWS = (0, 150, 1, 0, 70)
 EXPERT_INPUTS, EXPERT_OUTPUTS, RANK = 72, 136, 24
 PROMPT, COMPLETION, ALONE, PADDING = 150, 70, 40, 10  # tokens that attend
 PAGES = (3, 1, 4, 2), (5,)  # of a prompt with its completion, and of another one
-MAX_ERROR = 5e-3
+MAX_ERROR = 1e-2
 """The largest difference over the largest number of an array. Products of float32 on tensor cores round to TF32, 5e-4
-each, and several follow each other; bfloat16 rounds to 2e-3. A kernel that computes something else leaves 0.1 and
-more."""
+each, and several follow each other; bfloat16 rounds to 2e-3, and attention does so twice, weights and results: 3.9e-3
+was the most of 50 packings on an H200. A kernel that computes something else leaves 0.1 and more."""
 
 Arrays = list[mx.array]
 
