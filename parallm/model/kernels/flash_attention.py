@@ -57,8 +57,8 @@ class Tiling:
     stages: int = 2
     """Streamed tiles in shared memory."""
     registers: tuple[int, int] | None = None
-    """Of a thread that has rows and of one that streams tiles, of which there is a warpgroup more; None: threads with
-    rows do both."""
+    """Those of a thread that has rows and of one that streams tiles, of which there is a warpgroup more; None: threads
+    with rows do both."""
 
     @property
     def rows(self) -> int:

@@ -227,7 +227,7 @@ def _in_pages(sequences: Sequence[mx.array], numbers: Sequence[Sequence[int]]) -
 
 
 def _plain_attention(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
-    """Of one sequence, in float32."""
+    """Attention of one sequence, in float32."""
     q, k, v = (array.astype(mx.float32).swapaxes(0, 1)[None] for array in (q, k, v))
     repeats = q.shape[1] // k.shape[1]
     scores = q @ mx.repeat(k, repeats, axis=1).swapaxes(-1, -2) * q.shape[-1] ** -0.5
