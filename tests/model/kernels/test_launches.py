@@ -317,7 +317,7 @@ def project(dtype: mx.Dtype) -> None:
         short_conv.windows_of(np.zeros((9, 4), np.int32), 9),
     )
     slopes = [mx.zeros((9, 2, 128), dtype)] * 2 + [mx.zeros((9, 4, 64), dtype), mx.zeros((9, 4)), a]
-    mx.vjp(lambda *given: list(delta_inputs.delta_inputs(layer, *given, windows)), [x, a, a], slopes)
+    mx.vjp(lambda x, a, b: list(delta_inputs.delta_inputs(layer, x, a, b, windows)), [x, a, a], slopes)
 
 
 def gate_chunks(size: int) -> None:
