@@ -40,6 +40,7 @@ from parallm.model.lora.segmented import SegmentedLora
 from parallm.model.lora.selector import MAX_FLAT, LoraSelector
 from parallm.model.lora.single import SingleLora
 from parallm.model.patches.forward import OwnCache
+from parallm.model.patches.kernel_trial import try_flash_attention
 from parallm.model.patches.rotary import before_rotation
 from parallm.model.shared_model import SharedModel
 
@@ -225,6 +226,8 @@ class FlatPrefill:
         self._memory = memory
         self._chunk = settings.prefill_chunk or default_chunk()
         self._shapes = head_shapes(model)
+        for shape in self._shapes:
+            try_flash_attention(model.dtype, *shape)
         self._forward = FlatForward(model, self._shapes)
         self._plan: list[tuple[PrefillJob, Chunk]] = []  # what `for_one_unit` has chosen
 

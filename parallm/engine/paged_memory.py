@@ -12,6 +12,7 @@ from math import prod
 
 import mlx.core as mx
 
+from parallm.device.memory import free_memory
 from parallm.engine.decode_batch import CompiledForward, row_bucket
 from parallm.engine.decoder import Decoder
 from parallm.engine.kv.attention_metadata import AttentionMetadata
@@ -27,6 +28,9 @@ from parallm.model.kernels.page_write import PAGE
 from parallm.model.shared_model import SharedModel
 from parallm.types import GenerationRequest, TrafficClass
 
+ROOM = 2
+"""Pools grow fast, with old and new ones side by side, if this many times the new ones are free."""
+
 
 class PagedMemory:
     def __init__(
@@ -41,6 +45,7 @@ class PagedMemory:
         gc.collect()  # an engine before this one is part of cycles, and would keep its pools beside the new ones
         mx.clear_cache()
         self._model = model
+        self._queues = queues
         self._is_servable = is_servable
         self._uses_cache = settings.prefix_cache
         self._page_bytes = PAGE * cost.per_token
@@ -54,7 +59,8 @@ class PagedMemory:
 
     def _allocate_pools(self) -> None:
         size = self._page_bytes
-        self.prefixes = BlockPool(max(2, min(self.budget.limit // size, self._max_pages)), PAGE, size)
+        max_pages = max(2, min(self.budget.limit // size, self._max_pages))
+        self.prefixes = BlockPool(max_pages, PAGE, size, self._num_awaited)
         self._pools: list[Pool] = []
         self._layers: list[Pool] = []
         self._num_pages = 0  # of the pools
@@ -64,19 +70,24 @@ class PagedMemory:
         """Keys and values of each layer as its first page, a view: kernels find all others after it, and a compiled
         step sees the same shape when pools grow."""
         if self._num_pages < self.prefixes.num_pages:
-            self._pools = self._pools or make_pools(self._model, 1)
-            self._layers = []
-            for index, (keys, values) in enumerate(self._pools):
-                # One layer after the other, so that old and new pools exist of one layer at a time
-                pool = grown(keys, self.prefixes.num_pages), grown(values, self.prefixes.num_pages)
-                mx.eval(pool)
-                self._pools[index] = pool
-                del keys, values
-            self._layers = [(first_page(keys), first_page(values)) for keys, values in self._pools]
-            mx.eval(self._layers)
-            mx.clear_cache()
-            self._num_pages = self.prefixes.num_pages
+            self._grow_pools(self.prefixes.num_pages)
         return self._layers
+
+    def _grow_pools(self, num_pages: int) -> None:
+        # MLX keeps the memory of old pools until it is short: giving it back to CUDA and asking again takes time
+        is_short = ROOM * num_pages * self._page_bytes > free_memory()
+        self._pools = self._pools or make_pools(self._model, 1)
+        self._layers = []
+        for index, (keys, values) in enumerate(self._pools):
+            self._pools[index] = grown(keys, num_pages), grown(values, num_pages)
+            del keys, values
+            if is_short:  # old and new pools exist of one layer at a time
+                mx.eval(self._pools[index])
+        self._layers = [(first_page(keys), first_page(values)) for keys, values in self._pools]
+        mx.eval(self._pools, self._layers)
+        if is_short:
+            mx.clear_cache()
+        self._num_pages = num_pages
 
     def make_batch(self) -> PagedDecodeBatch:
         return PagedDecodeBatch(self._model, self.prefixes, lambda: self.layers, self._compiled)
@@ -154,6 +165,19 @@ class PagedMemory:
     def resize_to_grow(self, decoder: Decoder, sequences: Ordered[Sequence]) -> bool:
         """The same: pages grow anyway."""
         return self.resize(decoder, sequences)
+
+    def _num_awaited(self) -> int:
+        """Pages for prompts that wait for rows that are free, and for the first tokens of their sequences. Completions
+        may be much shorter than `max_tokens`, and the learner of a small GPU needs the rest."""
+        num_awaited = 0
+        for queue in self._queues.values():
+            num_rows = self.budget.max_rows - queue.num_running
+            for job in queue.waiting:
+                if num_rows <= 0:
+                    break
+                num_rows -= len(job.sequences)
+                num_awaited += len(job.sequences) + (0 if job.num_bytes else num_pages(len(job.tokens)))
+        return num_awaited
 
     def _cached(self, job: PrefillJob) -> list[int]:
         """The cached pages that a job begins with. A token is left to compute: it gives the logits."""

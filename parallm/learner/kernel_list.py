@@ -13,7 +13,7 @@ from parallm.model.adapters.adapter import Adapter
 from parallm.model.kernels.compiler import Specialization
 from parallm.model.kernels.cuda import has_kernels, listed_kernels
 from parallm.model.kernels.delta_chunks import with_any_rows
-from parallm.model.kernels.flash_attention import FORWARD, specializations
+from parallm.model.kernels.flash_attention import FORWARDS, specializations
 from parallm.model.kernels.gather import take_known_rows
 from parallm.model.kernels.token_scores import token_scores
 from parallm.model.lora.selector import training_lora
@@ -53,11 +53,11 @@ def packed_kernels(model: SharedModel) -> list[Specialization]:
     with listed_kernels() as kernels, suppress(AssertionError, AttributeError, TypeError, ValueError):
         hidden_MH = packed_hidden(model, mx.zeros((NUM_TOKENS,), mx.int32), SEGMENTS, None)
         model.head(hidden_MH[:1])
-    return [kernel for kernel in with_long_prompts(kernels) if kernel in kernels or kernel[0] == FORWARD]
+    return [kernel for kernel in with_long_prompts(kernels) if kernel in kernels or kernel[0] in FORWARDS]
 
 
 def with_long_prompts(kernels: dict[Specialization, None]) -> list[Specialization]:
     """`kernels` and those with which long prompts attend, and states pass through any number of rows."""
-    attention: list[dict[str, Any]] = [dict(defines) for name, defines in kernels if name == FORWARD]
+    attention: list[dict[str, Any]] = [dict(defines) for name, defines in kernels if name in FORWARDS]
     variants = [specializations(one["T"], one["HEAD"], one["REPEATS"]) for one in attention]
     return with_any_rows(kernels | dict.fromkeys(chain(*variants)))

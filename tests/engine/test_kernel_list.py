@@ -11,6 +11,7 @@ from mlx_lm.models.llama import Model, ModelArgs
 from mlx_lm.utils import load_tokenizer
 
 from parallm.device.streams import DeviceStreams
+from parallm.engine import flat_prefill
 from parallm.engine.engine import Engine
 from parallm.engine.kernel_list import engine_kernels
 from parallm.engine.kv.paged_cache import PagedCache
@@ -64,6 +65,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> dict[Specialization, None]:
                 monkeypatch.setattr(module, name, lambda value=value: value)
     monkeypatch.setattr(cuda, "_kernel", launch)
     monkeypatch.setattr(load, "choose_dtype", lambda *_, **__: mx.bfloat16)
+    monkeypatch.setattr(flat_prefill, "try_flash_attention", lambda *_: None)
     return launches
 
 
@@ -102,7 +104,7 @@ def test_an_engine_launches_what_is_listed(
         "paged_attention",
         "paged_attention_plan",
         "page_write",
-        "flash_attention",
+        "flash_attention_hopper",
         "filter_ends",
     }
     assert [kernel for kernel in launched if kernel not in listed] == []
@@ -212,7 +214,7 @@ def test_a_learner_needs_attention_and_scores_in_both_directions(
     listed = learner_kernels(model, random_adapter(model, 1, rank=8))
     assert launched == {}
     names = [name for name, _ in listed]
-    assert {"flash_attention", "flash_attention_queries", "rotate", "token_scores", "swiglu"} <= set(names)
+    assert {"flash_attention_hopper", "flash_attention_queries", "rotate", "token_scores", "swiglu"} <= set(names)
     assert {"token_scores_gradient", "swiglu_gradient", "gather_rows_gradient"} <= set(names)
     assert names.count("flash_attention_keys") == 2
 
@@ -220,7 +222,7 @@ def test_a_learner_needs_attention_and_scores_in_both_directions(
 def test_vectors_need_attention_forward(model: SharedModel, launched: dict[Specialization, None]) -> None:
     names = [name for name, _ in packed_kernels(model)]
     assert launched == {}
-    assert {"flash_attention", "rotate", "swiglu"} <= set(names)
+    assert {"flash_attention_hopper", "rotate", "swiglu"} <= set(names)
     assert not any("gradient" in name or name in ("flash_attention_queries", "flash_attention_keys") for name in names)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from parallm.engine import flat_prefill
+from parallm.engine import flat_prefill, paged_memory
 from parallm.engine.engine import Engine
 from parallm.engine.kv import block_pool
 from parallm.engine.paged_batch import PagedDecodeBatch
@@ -107,17 +107,43 @@ def test_pages_give_what_slots_give(
     assert memory_of(engine).num_held_bytes() == 0
 
 
+@pytest.mark.parametrize("num_free_bytes", [0, 2**40])
 def test_pools_grow_while_sequences_decode(
-    load_tiny: LoadTiny, make_engine: MakeEngine, ask: Ask, monkeypatch: pytest.MonkeyPatch
+    num_free_bytes: int, load_tiny: LoadTiny, make_engine: MakeEngine, ask: Ask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, requests = load_tiny("llama"), mixed(ask)
     slots, _ = run(make_engine, model, requests)
     install_pages(monkeypatch)
     monkeypatch.setattr(block_pool, "FIRST_PAGES", 3)
+    monkeypatch.setattr(paged_memory, "free_memory", lambda: num_free_bytes)
     pages, engine = run(make_engine, model, requests, settings=EngineSettings(max_rows=5))
     assert_alike(slots, pages)
     assert 3 < memory_of(engine).prefixes.num_pages < memory_of(engine).prefixes.max_pages
     assert {keys.shape[0] for keys, _ in memory_of(engine).layers} == {memory_of(engine).prefixes.num_pages}
+
+
+def test_pools_grow_once_for_prompts_that_come_together(
+    load_tiny: LoadTiny, make_engine: MakeEngine, ask: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_pages(monkeypatch)
+    monkeypatch.setattr(block_pool, "FIRST_PAGES", 3)
+    engine = make_engine(load_tiny("llama"), settings=EngineSettings(max_rows=20, prefill_chunk=128))
+    for seed in range(20):
+        engine.add(ask(f"r{seed}", prompt(seed, 100), 20), False)
+    sizes = set()
+    while step(engine):
+        sizes.add(memory_of(engine)._num_pages)
+    assert sizes == {96}  # 2 pages of each prompt, and one for its first tokens: 60 of 3 * 2**n
+
+
+def test_only_prompts_that_find_a_row_let_pools_grow(
+    load_tiny: LoadTiny, make_engine: MakeEngine, ask: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_pages(monkeypatch)
+    engine = make_engine(load_tiny("llama"), settings=EngineSettings(max_rows=3))
+    for seed in range(20):
+        engine.add(ask(f"r{seed}", prompt(seed, 100), 1, n=2), False)
+    assert memory_of(engine)._num_awaited() == 2 * (2 + 2)  # two jobs: prompts of two pages, two sequences
 
 
 def test_versions_sample_side_by_side_and_keep_their_pages_apart(

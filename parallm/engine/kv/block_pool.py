@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from parallm.engine.kv.prefix_cache import Owner, Tokens
 
 FIRST_PAGES = 128
-"""Pages of a pool at first. It doubles when too few are free, and up to half of what it may have, before cached ones
-go."""
+"""Pages of a pool at first. When too few are free, and up to half of what it may have before cached ones go, it doubles
+at once until what waits for pages fits."""
 SCRATCH = 0
 """The page that rows without a sequence write to. Nothing reads it, and no table holds it."""
 
@@ -44,8 +44,9 @@ class BlockTable:
 class BlockPool:
     """Used on the device thread; only `release` may be called on others."""
 
-    def __init__(self, max_pages: int, page: int, page_bytes: int) -> None:
-        """Page numbers are 1 to `max_pages` - 1, after the scratch page; each has `page` positions and `page_bytes`."""
+    def __init__(self, max_pages: int, page: int, page_bytes: int, num_awaited: Callable[[], int] = lambda: 0) -> None:
+        """Page numbers are 1 to `max_pages` - 1, after the scratch page; each has `page` positions and `page_bytes`.
+        `num_awaited`: pages that are sure to be allocated soon, asked when the pool grows."""
         self.max_pages = max_pages
         self.num_pages = min(max_pages, FIRST_PAGES)
         """Pages that must exist, the scratch page included."""
@@ -53,6 +54,7 @@ class BlockPool:
         self.page_bytes = page_bytes
         self.num_lookups = 0
         self.num_hits = 0
+        self._num_awaited = num_awaited
         self._free = OrderedDict.fromkeys(range(1, self.num_pages))  # the next one to allocate first
         self._counts = [0] * max_pages  # tables that hold each page
         self._released: deque[list[int]] = deque()  # tables may die on any thread, by the garbage collector
@@ -85,9 +87,8 @@ class BlockPool:
         """Pages for a new table, with any contents; None where fewer are free."""
         if count > self.num_free:
             return None
-        spared = self._num_kept if 2 * self.num_pages < self.max_pages else 0
-        if len(self._free) - spared < count and self.num_pages < self.max_pages:
-            self._grow(count)
+        if self._num_ready(self.num_pages) < count:
+            self._grow(max(count, self._num_awaited()))
         pages = [self._free.popitem(last=False)[0] for _ in range(count)]
         for page in pages:
             self._counts[page] = 1
@@ -136,9 +137,16 @@ class BlockPool:
         for owner in list(self._pages):
             self._forget(owner)
 
+    def _num_ready(self, num_pages: int) -> int:
+        """Pages to allocate before cached ones go, if the pool had `num_pages`."""
+        spared = self._num_kept if 2 * num_pages < self.max_pages else 0
+        return len(self._free) + num_pages - self.num_pages - spared
+
     def _grow(self, count: int) -> None:
-        """Double the pages, or let there be `count` more; the new ones are allocated next."""
-        grown = min(self.max_pages, max(2 * self.num_pages, self.num_pages + count))
+        """Double the pages until `count` are ready; the new ones are allocated next."""
+        grown = self.num_pages
+        while grown < self.max_pages and self._num_ready(grown) < count:
+            grown = min(self.max_pages, 2 * grown)
         for page in reversed(range(self.num_pages, grown)):
             self._free[page] = None
             self._free.move_to_end(page, last=False)

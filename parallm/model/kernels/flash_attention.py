@@ -5,27 +5,35 @@ are, and the gradient of those is one sum. Forward and gradient follow FlashAtte
 (https://arxiv.org/abs/2307.08691) with tensor cores of sm_80 and newer: scores never exist, and nothing is added
 atomically, so results repeat to the bit. Queries and keys have kernels of their own; heads of a group share tiles.
 Scores and sums are float32; weights and their slopes are rounded to the arrays' type before they are multiplied.
+On Hopper GPUs the forward multiplies by warpgroups, as FlashAttention-3 does (https://arxiv.org/abs/2407.08608).
 
 Axes: M tokens, S sequences, Q query heads, H key-value heads, D head size, X tiles, Y visits.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 
 import mlx.core as mx
 import numpy as np
 
-from parallm.model.kernels.cuda import has_kernels, kernel
+from parallm.model.kernels.cuda import architecture, has_kernels, kernel
+from parallm.model.kernels.page_write import PAGE
 
 Defines = tuple[tuple[str, int | bool | str | mx.Dtype], ...]
 
 FORWARD, QUERIES, KEYS = "flash_attention", "flash_attention_queries", "flash_attention_keys"
+HOPPER = "flash_attention_hopper"
+FORWARDS = FORWARD, HOPPER
+HOPPER_SIZES = 64, 128
+"""Head sizes that `HOPPER` takes."""
 PADDING = -1
 """In place of the number of prefix tokens: tokens that see nothing. Their results are zeros, whatever they hold."""
-STAGES = 2
+DTYPES = (mx.bfloat16, mx.float16)
 MAX_HEAD_SIZE, HEAD_UNIT = 128, 16
 MAX_ELEMENTS = 2**31
+WARPGROUP = 128  # threads
 NO_WINDOW = 2**30
 SLOTS = 264
 """Blocks that an H200 runs at once: visits of a tile are cut where one block would take longer than its share."""
@@ -46,6 +54,11 @@ class Tiling:
     """Rows of a streamed tile."""
     blocks: int
     """Blocks of an SM, which bound the registers."""
+    stages: int = 2
+    """Streamed tiles in shared memory."""
+    registers: tuple[int, int] | None = None
+    """Those of a thread that has rows and of one that streams tiles, of which there is a warpgroup more; None: threads
+    with rows do both."""
 
     @property
     def rows(self) -> int:
@@ -53,14 +66,53 @@ class Tiling:
 
     @property
     def threads(self) -> int:
-        return 32 * self.warps
+        return 32 * self.warps + (WARPGROUP if self.registers else 0)
+
+
+class _Use:
+    is_off = False
+
+
+_use = _Use()
+
+
+def turn_off_hopper() -> None:
+    """Compute forwards by `FORWARD` from now on."""
+    _use.is_off = True
+
+
+@contextmanager
+def without_hopper() -> Iterator[None]:
+    """Inside the block forwards are computed by `FORWARD`."""
+    before, _use.is_off = _use.is_off, True
+    try:
+        yield
+    finally:
+        _use.is_off = before
+
+
+def forward_kernel(head_size: int) -> str:
+    """The kernel of the forward here."""
+    has_warpgroups = has_kernels() and architecture() == "sm_90" and not _use.is_off
+    return HOPPER if has_warpgroups and head_size in HOPPER_SIZES else FORWARD
 
 
 @cache
 def tiling(name: str, head_size: int) -> Tiling:
-    """The tiling of a kernel: none spills registers, and each fits into the 99 KB of a block that any GPU has."""
-    small = {FORWARD: Tiling(4, 1, 64, 4), QUERIES: Tiling(4, 1, 64, 3), KEYS: Tiling(4, 1, 64, 2)}
-    large = {FORWARD: Tiling(4, 1, 64, 2), QUERIES: Tiling(4, 1, 48, 2), KEYS: Tiling(4, 1, 32, 2)}
+    """The tiling of a kernel: none spills registers, and each but `HOPPER` fits into the 99 KB of a block that any GPU
+    has."""
+    small = {
+        FORWARD: Tiling(4, 1, 64, 4),
+        HOPPER: Tiling(12, 1, 128, 1, stages=4, registers=(160, 32)),
+        QUERIES: Tiling(4, 1, 64, 3),
+        KEYS: Tiling(4, 1, 64, 2),
+    }
+    large = {
+        FORWARD: Tiling(4, 1, 64, 2),
+        HOPPER: Tiling(12, 1, 64, 1, stages=4, registers=(152, 56)),
+        QUERIES: Tiling(4, 1, 48, 2),
+        KEYS: Tiling(4, 1, 32, 2),
+    }
     return (small if head_size <= 64 else large)[name]
 
 
@@ -69,7 +121,7 @@ def fits(queries_MQD: mx.array, keys_MHD: mx.array, values_MHD: mx.array) -> boo
     size = queries_MQD.shape[-1]
     return (
         has_kernels()
-        and queries_MQD.dtype in (mx.bfloat16, mx.float16)
+        and queries_MQD.dtype in DTYPES
         and queries_MQD.dtype == keys_MHD.dtype == values_MHD.dtype
         and keys_MHD.shape == values_MHD.shape
         and size % HEAD_UNIT == 0
@@ -80,7 +132,8 @@ def fits(queries_MQD: mx.array, keys_MHD: mx.array, values_MHD: mx.array) -> boo
 
 def specializations(dtype: mx.Dtype, head_size: int, repeats: int) -> Iterator[tuple[str, Defines]]:
     """The kernels of a model, whose key heads have `repeats` query heads each."""
-    yield FORWARD, (*_defines(FORWARD, dtype, head_size, repeats), NOT_PAGED)
+    forward = forward_kernel(head_size)
+    yield forward, (*_defines(forward, dtype, head_size, repeats), NOT_PAGED)
     yield QUERIES, _defines(QUERIES, dtype, head_size, repeats)
     for partial in (False, True):
         yield KEYS, _defines(KEYS, dtype, head_size, repeats, partial)
@@ -153,7 +206,8 @@ class PackedSequences:
         key = (size, repeats, heads)
         if key not in self._lists:
             forward, queries = (
-                query_tiles(self.sequences_S4, repeats, tiling(name, size).rows) for name in (FORWARD, QUERIES)
+                query_tiles(self.sequences_S4, repeats, tiling(name, size).rows)
+                for name in (forward_kernel(size), QUERIES)
             )
             keys = key_tiles(self.sequences_S4, repeats, heads, tiling(KEYS, size).rows)
             arrays = (forward, queries, keys.partial_X4, keys.tiles_X4, keys.visits_Y4)
@@ -176,7 +230,8 @@ class _Layer:
         """The result, and the logarithm of each softmax's sum (M, Q), float32."""
         tiles = self.lists.forward
         types = [self.dtype, mx.float32]
-        o, lse = self._launch(FORWARD, [q, k, v, sinks, tiles], len(tiles), [q.shape, q.shape[:2]], types)
+        name = forward_kernel(self.size)
+        o, lse = self._launch(name, [q, k, v, sinks, tiles], len(tiles), [q.shape, q.shape[:2]], types)
         return o, lse
 
     def backward(
@@ -208,7 +263,7 @@ class _Layer:
     ) -> list[mx.array]:
         threads = tiling(name, self.size).threads
         defines = _defines(name, self.dtype, self.size, self.repeats, partial)
-        if name == FORWARD:
+        if name in FORWARDS:
             defines = (*defines, NOT_PAGED)
         return kernel(name, defines, shared_memory=_shared_memory(name, self.size))(
             inputs,
@@ -237,14 +292,15 @@ def attend_pages(
     `tiles_X8` are `page_tiles`, int32, which say where in `pages_N`, int32, the pages of each sequence stand.
     """
     repeats, size = queries_MQD.shape[1] // keys_PHTD.shape[1], queries_MQD.shape[2]
-    heads, chosen, dtype = keys_PHTD.shape[1], tiling(FORWARD, size), queries_MQD.dtype
+    name, heads, dtype = forward_kernel(size), keys_PHTD.shape[1], queries_MQD.dtype
+    threads = tiling(name, size).threads
     sinks = mx.full((heads * repeats,), -mx.inf) if sinks_Q is None else sinks_Q.astype(mx.float32)
-    defines = (*_defines(FORWARD, dtype, size, repeats), PAGED)
-    attended: mx.array = kernel(FORWARD, defines, shared_memory=_shared_memory(FORWARD, size))(
+    defines = (*_defines(name, dtype, size, repeats), PAGED)
+    attended: mx.array = kernel(name, defines, shared_memory=_shared_memory(name, size))(
         [queries_MQD, keys_PHTD, values_PHTD, sinks, tiles_X8, pages_N],
         [heads, window or NO_WINDOW, float(scale)],
-        grid=(len(tiles_X8) * heads * chosen.threads, 1, 1),
-        threadgroup=(chosen.threads, 1, 1),
+        grid=(len(tiles_X8) * heads * threads, 1, 1),
+        threadgroup=(threads, 1, 1),
         output_shapes=[queries_MQD.shape, queries_MQD.shape[:2]],
         output_dtypes=[dtype, mx.float32],
     )[0]
@@ -252,9 +308,8 @@ def attend_pages(
 
 
 def fits_pages(queries_MQ1D: mx.array, keys_PHTD: mx.array, values_PHTD: mx.array) -> bool:
-    """Whether `attend_pages` takes queries like these, here: a page is a tile of keys."""
-    size = queries_MQ1D.shape[-1]
-    return fits(queries_MQ1D, keys_PHTD, values_PHTD) and keys_PHTD.shape[2:] == (tiling(FORWARD, size).columns, size)
+    """Whether `attend_pages` takes queries like these, here: tiles of keys are whole pages."""
+    return fits(queries_MQ1D, keys_PHTD, values_PHTD) and keys_PHTD.shape[2:] == (PAGE, queries_MQ1D.shape[-1])
 
 
 def page_tiles(chunks: Sequence[tuple[int, int, int]], num_tokens: int, repeats: int, head_size: int) -> np.ndarray:
@@ -264,7 +319,7 @@ def page_tiles(chunks: Sequence[tuple[int, int, int]], num_tokens: int, repeats:
     starts = np.cumsum([0, *(count for count, _, _ in chunks)])
     sequences = [(start, count, page, before) for start, (count, before, page) in zip(starts, chunks, strict=False)]
     sequences.append((starts[-1], num_tokens - starts[-1], 0, PADDING))
-    rows = tiling(FORWARD, head_size).rows
+    rows = tiling(forward_kernel(head_size), head_size).rows
     tiles_X8 = query_tiles(np.array(sequences), repeats, rows)
     num_empty = num_tokens * repeats // rows + MAX_CHUNKS + 1 - len(tiles_X8)
     return np.concatenate([tiles_X8, np.tile([0, 0, 0, PADDING, 0, 0, 0, 0], (num_empty, 1))])
@@ -359,16 +414,22 @@ def _defines(name: str, dtype: mx.Dtype, head_size: int, repeats: int, partial: 
         ("WARPS", chosen.warps),
         ("FRAGMENTS", chosen.fragments),
         ("COLUMNS", chosen.columns),
-        ("STAGES", STAGES),
+        ("STAGES", chosen.stages),
         ("BLOCKS", chosen.blocks),
     )
+    if chosen.registers:
+        own, spare = chosen.registers
+        return (*constants, ("OWN", own), ("SPARE", spare))
     if name != KEYS:
         return constants
     return (*constants, ("PARTIAL", partial), ("OUTPUT", mx.float32 if partial else dtype))
 
 
 def _shared_memory(name: str, head_size: int) -> int:
-    """Bytes of rows that a block keeps and streams, and of their log-sums and deltas."""
+    """Bytes of rows that a block keeps and streams, and of their log-sums and deltas, or of barriers."""
     chosen = tiling(name, head_size)
-    kept = chosen.rows * (1 if name == FORWARD else 2)
-    return (kept + 2 * STAGES * chosen.columns) * (head_size + 8) * 2 + (8 * STAGES * chosen.columns) * (name == KEYS)
+    kept = chosen.rows * (1 if name in FORWARDS else 2)
+    rows = kept + 2 * chosen.stages * chosen.columns
+    if name == HOPPER:
+        return rows * head_size * 2 + 16 * chosen.stages
+    return rows * (head_size + 8) * 2 + (8 * chosen.stages * chosen.columns) * (name == KEYS)

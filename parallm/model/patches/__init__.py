@@ -16,7 +16,7 @@
 | `SwitchLinear` modules | `lora/targets.py`, `lora/linear.py` | LoRA on experts |
 | `cast_predicate` of models | `quantized.py` | arrays that keep their type |
 | `gated_delta_update`, `ssm_update` of models' modules | `recurrence.py` | chunks with a backward, packed rows |
-| depthwise `nn.Conv1d` modules of models with states | `recurrence.py` | the same; on a CPU the order of weights in memory |
+| depthwise `nn.Conv1d` modules of models with states | `recurrence.py` | the same; weights in order on a CPU |
 | the name `nn` in modules of models with states | `recurrence.py` | silu of convolutions with a fast exp on x86-64 |
 | `normalize_qk` of models' modules, on CUDA | `decode_step.py` | norms inside the kernel of a token |
 | classes of gated delta layers, their norms and convolutions, on CUDA | `decode_step.py` | a token in a few kernels |

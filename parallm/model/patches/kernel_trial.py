@@ -1,4 +1,4 @@
-"""Compares the kernels of recurrent layers and of experts with the operations that they stand for, once in a process.
+"""Compares kernels of recurrent layers, experts and attention with the operations that they stand for, once a process.
 
 The kernels have run on few GPUs, drivers and compilers, and a run would learn from wrong numbers for hours. So small
 layers are computed both ways, forward and backward, and a difference turns the kernels off.
@@ -7,18 +7,20 @@ Axes: M tokens, B rows, H heads, D head size, C channels, N sorted rows, E exper
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
-from parallm.model.kernels import grouped_gemm, recurrent
+from parallm.model.kernels import flash_attention, grouped_gemm, recurrent
 from parallm.model.kernels.conv_step import conv_step
 from parallm.model.kernels.delta_inputs import DeltaLayer, delta_inputs
 from parallm.model.kernels.gated_delta_step import Gates, UnitNorm
 from parallm.model.kernels.gated_delta_step import gated_delta_step as step_by_kernel
 from parallm.model.kernels.gated_norm import gated_norm, plain_gated_norm
+from parallm.model.kernels.page_write import PAGE
 from parallm.model.recurrence.gated_delta import gated_delta, gated_delta_step
 from parallm.model.recurrence.rows import PackedRows, Row, using
 from parallm.model.recurrence.short_conv import ShortConv, packed_short_conv, packed_windows, short_conv
@@ -29,10 +31,12 @@ CHANNELS, WIDTH = 64, 4
 HALF = mx.bfloat16
 EXPERT_ROWS = (0, 150, 1, 0, 70)
 EXPERT_INPUTS, EXPERT_OUTPUTS, RANK = 72, 136, 24
-MAX_ERROR = 5e-3
+PROMPT, COMPLETION, ALONE, PADDING = 150, 70, 40, 10  # tokens that attend
+PAGES = (3, 1, 4, 2), (5,)  # of a prompt with its completion, and of another one
+MAX_ERROR = 1e-2
 """The largest difference over the largest number of an array. Products of float32 on tensor cores round to TF32, 5e-4
-each, and several follow each other; bfloat16 rounds to 2e-3. A kernel that computes something else leaves 0.1 and
-more."""
+each, and several follow each other; bfloat16 rounds to 2e-3, and attention does so twice, weights and results: 3.9e-3
+was the most of 50 packings on an H200. A kernel that computes something else leaves 0.1 and more."""
 
 Arrays = list[mx.array]
 
@@ -66,15 +70,30 @@ def try_grouped_gemm(dtype: mx.Dtype) -> None:
     """Turn the kernel of experts' products off if it does not agree with MLX's; a warning says so."""
     if not grouped_gemm.has_kernel():
         return
-    try:
-        found, expected = _experts(dtype)
-        error = max(map(_error, found, expected))
-        reason = f"products differ by {error:.1e}" if not error <= MAX_ERROR else ""
-    except Exception as failure:  # noqa: BLE001  # any failure means that the operations are used
-        reason = str(failure)
-    if reason:
+    if reason := _reason(lambda: _experts(dtype)):
         logger.warning("the kernel of experts' products is off, and mixtures take longer: %s", reason)
         grouped_gemm.turn_off()
+
+
+@cache
+def try_flash_attention(dtype: mx.Dtype, repeats: int, size: int) -> None:
+    """Turn attention by warpgroups off if it does not agree with MLX's operations for heads of this size, of which
+    `repeats` share keys; a warning says so."""
+    if dtype not in flash_attention.DTYPES or flash_attention.forward_kernel(size) != flash_attention.HOPPER:
+        return
+    if reason := _reason(lambda: _attention(dtype, repeats, size)):
+        logger.warning("attention by warpgroups is off, and prompts take longer: %s", reason)
+        flash_attention.turn_off_hopper()
+
+
+def _reason(trial: Callable[[], tuple[Arrays, Arrays]]) -> str:
+    """Why a kernel is not used; nothing if it agrees."""
+    try:
+        found, expected = trial()
+        error = max(map(_error, found, expected))
+        return "" if error <= MAX_ERROR else f"results differ by {error:.1e}"
+    except Exception as failure:  # noqa: BLE001  # any failure means that the operations are used
+        return str(failure)
 
 
 def _error(found: mx.array, expected: mx.array) -> float:
@@ -216,3 +235,49 @@ def _experts(dtype: mx.Dtype) -> tuple[Arrays, Arrays]:
     ]
     expected.append(expected[0] + (factors_NRO * hidden_NR[:, :, None].astype(mx.float32)).sum(1))
     return [*products, *gradients, total], expected
+
+
+def _attention(dtype: mx.Dtype, repeats: int, size: int) -> tuple[Arrays, Arrays]:
+    """A prompt, its completion and another prompt: as packed sequences, and the last two also from pages."""
+    both = PROMPT + COMPLETION
+    used, tokens = both + ALONE, both + ALONE + PADDING
+    q, k, v = (
+        _normal(seed, tokens, KEY_HEADS * count, size).astype(dtype)
+        for seed, count in ((26, repeats), (27, 1), (28, 1))
+    )
+    sequences = np.array([[0, PROMPT, 0, 0], [PROMPT, COMPLETION, 0, PROMPT], [both, ALONE, 0, 0]])
+    packed = flash_attention.PackedSequences(sequences, tokens).attend(q, k, v, scale=size**-0.5)
+    first, second = PAGES
+    chunks = [(COMPLETION, PROMPT, 0), (ALONE, 0, len(first))]
+    tiles_X8 = flash_attention.page_tiles(chunks, tokens - PROMPT, repeats, size)
+    keys_PHTD, values_PHTD = (_in_pages([array[:both], array[both:used]], PAGES) for array in (k, v))
+    paged = flash_attention.attend_pages(
+        q[PROMPT:],
+        keys_PHTD,
+        values_PHTD,
+        mx.array([*first, *second], mx.int32),
+        mx.array(tiles_X8.astype(np.int32)),
+        scale=size**-0.5,
+    )
+    parts = [_plain_attention(*(array[start:end] for array in (q, k, v))) for start, end in ((0, both), (both, used))]
+    expected = mx.concatenate([*parts, mx.zeros((PADDING, *q.shape[1:]))])
+    return [packed, paged], [expected, expected[PROMPT:]]
+
+
+def _in_pages(sequences: Sequence[mx.array], numbers: Sequence[Sequence[int]]) -> mx.array:
+    """Rows (M, H, D) of sequences in the pages of a pool that have these numbers."""
+    _, heads, size = sequences[0].shape
+    pool = mx.zeros((1 + sum(map(len, numbers)), heads, PAGE, size), sequences[0].dtype)
+    for rows, own in zip(sequences, numbers, strict=True):
+        whole = mx.concatenate([rows, mx.zeros((len(own) * PAGE - len(rows), heads, size), rows.dtype)])
+        pool[mx.array(own)] = whole.reshape(len(own), PAGE, heads, size).swapaxes(1, 2)
+    return pool
+
+
+def _plain_attention(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
+    """Attention of one sequence, in float32."""
+    q, k, v = (array.astype(mx.float32).swapaxes(0, 1)[None] for array in (q, k, v))
+    repeats = q.shape[1] // k.shape[1]
+    scores = q @ mx.repeat(k, repeats, axis=1).swapaxes(-1, -2) * q.shape[-1] ** -0.5
+    weights = mx.softmax(mx.where(mx.tri(q.shape[2]).astype(mx.bool_), scores, -mx.inf), axis=-1)
+    return (weights @ mx.repeat(v, repeats, axis=1))[0].swapaxes(0, 1)

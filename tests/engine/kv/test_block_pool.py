@@ -88,6 +88,27 @@ def test_a_pool_grows_before_what_it_caches_goes_up_to_half_of_what_it_may_have(
     assert sorted(more.pages + others.pages + all_others.pages) == [*range(1, pool.max_pages)]
 
 
+def test_a_pool_grows_at_once_for_all_that_waits() -> None:
+    pool = BlockPool(100 * FIRST_PAGES, PAGE, page_bytes=100, num_awaited=lambda: 5 * FIRST_PAGES)
+    first = table(pool, FIRST_PAGES - 1)
+    assert pool.num_pages == FIRST_PAGES, "nothing has to grow yet"
+    more = table(pool, 1)
+    assert pool.num_pages == 8 * FIRST_PAGES
+    assert not set(first.pages) & set(more.pages)
+
+
+def test_a_pool_that_grows_for_what_waits_ends_at_its_limit_and_lets_cached_pages_go_there() -> None:
+    pool, size = BlockPool(5 * FIRST_PAGES, PAGE, 100, num_awaited=lambda: 4 * FIRST_PAGES - 1), FIRST_PAGES - 1
+    pages = table(pool, size)
+    pool.cache(BASE, [*range(size * PAGE)], pages.pages)
+    del pages
+    few = table(pool, 1)
+    assert (pool.num_pages, pool.nbytes) == (4 * FIRST_PAGES, 100 * size), "cached pages count as free there"
+    rest = table(pool, pool.num_free)
+    assert pool.num_pages == 5 * FIRST_PAGES
+    assert sorted(few.pages + rest.pages) == [*range(1, pool.max_pages)]
+
+
 def test_versions_that_are_gone_are_forgotten() -> None:
     pool, tokens = make(), [*range(4)]
     owners = [Owner("policy", 1, ""), Owner("policy", 2, ""), BASE]

@@ -16,7 +16,7 @@ from parallm.model.kernels.compiler import FOLDER, Defines, source_of
 from tests.model.kernels.test_launches import parameters
 
 HEADER = Path(__file__).with_suffix(".h")
-ASSEMBLER = ("prelude.cuh", "mma.cuh", "matrices.cuh", "tf32.cuh", "peer_words.cuh")
+ASSEMBLER = ("prelude.cuh", "mma.cuh", "matrices.cuh", "tf32.cuh", "wgmma.cuh", "peer_words.cuh")
 """What the header has of its own."""
 SUBSTITUTES = {
     r"extern __shared__ __align__\(\d+\) ([\w ]+) (\w+)\[\];": r"auto* \2 = reinterpret_cast<\1*>(shared_memory);",

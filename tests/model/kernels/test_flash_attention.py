@@ -9,16 +9,21 @@ import pytest
 from parallm.model.kernels import flash_attention
 from parallm.model.kernels.cuda import has_kernels
 from parallm.model.kernels.flash_attention import (
+    FORWARD,
+    HOPPER,
     KEYS,
     PackedSequences,
     attend_pages,
     fits,
+    forward_kernel,
     key_tiles,
     page_tiles,
     query_tiles,
     tiling,
+    without_hopper,
 )
 from parallm.model.kernels.page_write import PAGE
+from tests.model.kernels.cuda_on_cpu import CpuKernels, needs_compiler
 from tests.model.kernels.flash_emulation import fake_kernel
 
 needs_kernels = pytest.mark.skipif(not has_kernels(), reason="needs MLX's CUDA build")
@@ -247,6 +252,75 @@ def test_a_missing_token_of_a_page_is_found() -> None:
     found, _ = paged(CASES["groups"], mx.float32, CHUNKS, padding=0)
     _, shifted = paged(CASES["groups"], mx.float32, [(count, before + 1) for count, before in CHUNKS], padding=0)
     assert not worst([found], [shifted]) <= 1e-3
+
+
+@pytest.fixture
+def warpgroups(compiled: CpuKernels, monkeypatch: pytest.MonkeyPatch) -> CpuKernels:
+    """The forward for Hopper, which a CPU runs thread by thread."""
+    compiled.mutation = "", "", ""
+    monkeypatch.setattr(flash_attention, "kernel", compiled)
+    monkeypatch.setattr(flash_attention, "forward_kernel", lambda _: HOPPER)
+    return compiled
+
+
+def forward(case: Case) -> mx.array:
+    """Of packed sequences, in float16."""
+    work = PackedSequences(case.sequences, case.num_tokens)
+    q, k, v, _ = case.arrays(mx.float16)
+    return work.attend(q, k, v, scale=case.size**-0.5, window=case.window, sinks_Q=case.sink_logits)
+
+
+WARPGROUPS = {
+    "groups": replace(CASES["groups"], size=64),
+    "wide window": replace(CASES["wide window"], size=128),
+    "large scores": replace(CASES["large scores"], groups=[(150, [100, 40])], repeats=7),
+    "large heads": replace(CASES["large heads"], window=None),
+}
+
+
+@needs_compiler
+@pytest.mark.cpu
+@pytest.mark.parametrize("name", WARPGROUPS)
+def test_threads_of_warpgroups_give_plain_attention(name: str, warpgroups: CpuKernels) -> None:
+    case = WARPGROUPS[name]
+    assert worst([forward(case)], plain(case, case.arrays(mx.float16))[:1]) <= 1e-3
+
+
+@needs_compiler
+@pytest.mark.cpu
+@pytest.mark.parametrize("name", ["wide window", "large heads"])
+def test_threads_of_warpgroups_read_pages(name: str, warpgroups: CpuKernels) -> None:
+    found, expected = paged(WARPGROUPS[name], mx.float16, CHUNKS, padding=70)
+    assert worst([found], [expected]) <= 1e-3
+
+
+@needs_compiler
+@pytest.mark.cpu
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("show_copies();\n      __syncwarp();", "__syncwarp();"),  # products before copies are seen
+        ("wait_products<1>();", ""),  # scores before they are there
+        ("shrink[n / 2 % 2]", "shrink[0]"),
+    ],
+)
+def test_mistakes_of_warpgroups_are_found(old: str, new: str, warpgroups: CpuKernels) -> None:
+    warpgroups.mutation = HOPPER, old, new
+    case = Case(groups=[(700, [])], heads=1, repeats=1, size=64)
+    assert not worst([forward(case)], plain(case, case.arrays(mx.float16))[:1]) <= 1e-3
+
+
+@pytest.mark.cpu
+def test_hopper_has_a_forward_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert forward_kernel(128) == FORWARD
+    monkeypatch.setattr(flash_attention, "has_kernels", lambda: True)
+    for architecture, expected in (("sm_80", FORWARD), ("sm_90", HOPPER), ("sm_100", FORWARD)):
+        monkeypatch.setattr(flash_attention, "architecture", lambda architecture=architecture: architecture)
+        assert [forward_kernel(size) for size in (64, 96, 128)] == [expected, FORWARD, expected]
+    monkeypatch.setattr(flash_attention, "architecture", lambda: "sm_90")
+    with without_hopper():
+        assert forward_kernel(128) == FORWARD
+    assert forward_kernel(128) == HOPPER
 
 
 @pytest.mark.cpu

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import patch
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -23,6 +24,7 @@ from parallm.model.kernels import (
     decode_attention,
     delta_chunks,
     delta_inputs,
+    flash_attention,
     gated_delta_step,
     gated_norm,
     gather,
@@ -190,6 +192,16 @@ def filter_tokens(dtype: mx.Dtype) -> None:
     weights_by_kernel(softmax, *ends_by_kernel(softmax, limits_R, limits_R), mx.ones(3))
 
 
+def attend_by_warpgroups(dtype: mx.Dtype, size: int, repeats: int = 2) -> None:
+    """Prompts that are packed, and in pages."""
+    half = mx.bfloat16 if dtype == mx.float32 else dtype
+    q, kv, pool = (mx.zeros(shape, half) for shape in ((200, 2 * repeats, size), (200, 2, size), (3, 2, PAGE, size)))
+    with patch.object(flash_attention, "forward_kernel", lambda _: flash_attention.HOPPER):
+        PackedSequences(np.array([[0, 200, 0, 0]]), 200).attend(q, kv, kv, scale=0.125)
+        tiles = mx.array(page_tiles([(100, 0, 0), (90, 64, 2)], 200, repeats, size).astype(np.int32))
+        attend_pages(q, pool, pool, mx.zeros(8, mx.int32), tiles, scale=0.125)
+
+
 def attend_packed(dtype: mx.Dtype) -> None:
     """A prompt of many tiles with two completions; one of its kernels sums parts, and all of them have a gradient."""
     half = mx.bfloat16 if dtype == mx.float32 else dtype
@@ -306,7 +318,7 @@ def project(dtype: mx.Dtype) -> None:
         short_conv.windows_of(np.zeros((9, 4), np.int32), 9),
     )
     slopes = [mx.zeros((9, 2, 128), dtype)] * 2 + [mx.zeros((9, 4, 64), dtype), mx.zeros((9, 4)), a]
-    mx.vjp(lambda *given: list(delta_inputs.delta_inputs(layer, *given, windows)), [x, a, a], slopes)
+    mx.vjp(lambda x, a, b: list(delta_inputs.delta_inputs(layer, x, a, b, windows)), [x, a, a], slopes)
 
 
 def gate_chunks(size: int) -> None:
@@ -426,6 +438,9 @@ FACES: dict[str, Face] = {
     "score": lambda dtype: score(dtype, None),
     "score with entropies": lambda dtype: score(dtype, mx.ones(3)),
     "attend to packed rows": attend_packed,
+    "attend by warpgroups": lambda dtype: attend_by_warpgroups(dtype, 64),
+    "attend by warpgroups, a key for each query": lambda dtype: attend_by_warpgroups(dtype, 64, repeats=1),
+    "attend by warpgroups, large heads": lambda dtype: attend_by_warpgroups(dtype, 128),
     "draw": lambda dtype: draw(dtype, vocabulary=500),
     "draw from a vocabulary of whole vectors": lambda dtype: draw(dtype, vocabulary=128_256),
     "filter": filter_tokens,

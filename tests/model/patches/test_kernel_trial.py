@@ -10,6 +10,7 @@ from parallm.model.kernels import (
     conv_step,
     delta_chunks,
     delta_inputs,
+    flash_attention,
     gated_delta_step,
     gated_norm,
     grouped_gemm,
@@ -17,7 +18,7 @@ from parallm.model.kernels import (
     short_conv,
     unit_lower_inverse,
 )
-from parallm.model.kernels.cuda import on_cuda
+from parallm.model.kernels.cuda import architecture, on_cuda
 from parallm.model.patches import kernel_trial
 from parallm.model.recurrence import gated_delta
 from tests.model.kernels.cuda_on_cpu import CpuKernels, needs_compiler
@@ -146,7 +147,7 @@ def test_a_kernel_of_experts_that_differs_is_turned_off_with_a_warning(
 ) -> None:
     compiled.mutation = name, old, new
     assert not has_experts()
-    assert "mixtures take longer: products differ" in caplog.text
+    assert "mixtures take longer: results differ" in caplog.text
 
 
 def test_a_kernel_of_experts_that_fails_is_turned_off_with_a_warning(
@@ -158,3 +159,43 @@ def test_a_kernel_of_experts_that_fails_is_turned_off_with_a_warning(
     monkeypatch.setattr(grouped_gemm, "kernel", fail)
     assert not has_experts()
     assert "mixtures take longer: no such instruction" in caplog.text
+
+
+@pytest.fixture
+def has_warpgroups(compiled: CpuKernels, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], bool]]:
+    """Whether attention by warpgroups is on after a trial."""
+    compiled.mutation = "", "", ""
+    if not on_cuda():
+        monkeypatch.setattr(flash_attention, "has_kernels", lambda: True)
+        monkeypatch.setattr(flash_attention, "architecture", lambda: "sm_90")
+        monkeypatch.setattr(flash_attention, "kernel", compiled)
+
+    def tried() -> bool:
+        kernel_trial.try_flash_attention.__wrapped__(mx.float16, 2, 64)
+        return flash_attention.forward_kernel(64) == flash_attention.HOPPER
+
+    yield tried
+    flash_attention._use.is_off = False
+
+
+def test_attention_by_warpgroups_stays_on_if_it_agrees(
+    has_warpgroups: Callable[[], bool], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert has_warpgroups() or architecture() != "sm_90"
+    assert not caplog.records
+
+
+@pytest.mark.skipif(on_cuda(), reason="changes the source that a CPU compiles")
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("tile.prefix_start + at / PAGE", "tile.prefix_start"),  # of pages
+        ("? tile.prefix_start : tile.start", "? 1 : tile.start"),  # of packed sequences
+    ],
+)
+def test_attention_by_warpgroups_that_differs_is_turned_off_with_a_warning(
+    old: str, new: str, has_warpgroups: Callable[[], bool], compiled: CpuKernels, caplog: pytest.LogCaptureFixture
+) -> None:
+    compiled.mutation = flash_attention.HOPPER, old, new
+    assert not has_warpgroups()
+    assert "prompts take longer: results differ" in caplog.text
