@@ -90,7 +90,10 @@ def install_recurrence(base: nn.Module) -> None:
         "normalize_qk": (mlx_lm_normalize_qk, normalize_qk),
         "nn": (nn, _Functions("nn")),
     }
-    for module in {sys.modules[type(module).__module__] for module in base.modules()}:
+    for name_of_module in {type(module).__module__ for module in base.modules()}:
+        if name_of_module.startswith("parallm."):  # of layers that have a class of ours by now
+            continue
+        module = sys.modules[name_of_module]
         for name, (original, replacement) in replaced.items():
             if getattr(module, name, None) is original:
                 setattr(module, name, replacement)
