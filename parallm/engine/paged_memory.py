@@ -28,7 +28,7 @@ from parallm.model.kernels.page_write import PAGE
 from parallm.model.shared_model import SharedModel
 from parallm.types import GenerationRequest, TrafficClass
 
-ROOM = 2
+SIDE_BY_SIDE = 2
 """Pools grow fast, with old and new ones side by side, if this many times the new ones are free."""
 
 
@@ -75,7 +75,7 @@ class PagedMemory:
 
     def _grow_pools(self, num_pages: int) -> None:
         # MLX keeps the memory of old pools until it is short: giving it back to CUDA and asking again takes time
-        is_short = ROOM * num_pages * self._page_bytes > free_memory()
+        is_short = SIDE_BY_SIDE * num_pages * self._page_bytes > free_memory()
         self._pools = self._pools or make_pools(self._model, 1)
         self._layers = []
         for index, (keys, values) in enumerate(self._pools):

@@ -4,7 +4,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
@@ -34,6 +34,7 @@ TOKENS = 48
 SLEEP = 0.02
 POLL_SECONDS = 0.02
 PULSE_SECONDS = 1.0
+ROUNDS_A_REPORT = 15
 
 
 @contextmanager
@@ -136,13 +137,13 @@ def token_gaps(url: str) -> list[float]:
         "dashboard.itl_p50_ratio_of_chance": Bar(),
         "dashboard.itl_p99_ratio_of_chance": Bar(),
     },
-    minutes=12,
+    minutes=18,
 )
-def tokens_with_watchers(request: Request) -> Figures:
+def tokens_with_watchers(request: Request) -> Iterator[Figures]:
     """Time between tokens of eight streams while the quickstart trains, with three watchers against none.
 
     Chance: a second side with none against none. The three sides of a round come in an order of their own, each
-    after a wait, and quantiles are those of all its rounds.
+    after a wait, and quantiles are those of all rounds so far.
     """
     counts = {"none": 0, "none again": 0, "watched": WATCHERS}
     found: dict[str, list[float]] = {side: [] for side in counts}
@@ -155,10 +156,15 @@ def tokens_with_watchers(request: Request) -> Figures:
                 with watched(server.url, counts[side]):
                     found[side] += [gap for _ in range(request.size(4, 1)) for gap in token_gaps(server.url)]
             print(f"  round {number + 1} of {rounds}", file=sys.stderr, flush=True)
+            if number % ROUNDS_A_REPORT == ROUNDS_A_REPORT - 1 or number == rounds - 1:
+                yield gap_figures(found)
+
+
+def gap_figures(found: Mapping[str, Sequence[float]]) -> Figures:
+    """Quantiles of each side's gaps over those of the side `none`."""
     cut = {side: {"p50": 1e3 * median(gaps), "p99": 1e3 * p99(gaps)} for side, gaps in found.items()}
-    print_table(
-        "Milliseconds between tokens", [("", "p50", "p99"), *((side, *of.values()) for side, of in cut.items())]
-    )
+    rows = [(side, *parts.values()) for side, parts in cut.items()]
+    print_table("Milliseconds between tokens", [("", "p50", "p99"), *rows])
     return {
         f"dashboard.itl_{part}_ratio{name}": cut[side][part] / cut["none"][part]
         for side, name in (("watched", ""), ("none again", "_of_chance"))
