@@ -59,7 +59,7 @@ def _pairs(peers: PeerMemory, call: int, rows: int) -> list[tuple[mx.array, mx.a
 
 
 def _checksum(array: mx.array) -> int:
-    """Of an array's bits, modulo 2**32."""
+    """The sum of an array's words of 16 bits, each times its place, modulo 2**32."""
     bits = array.view(mx.uint16).flatten().astype(mx.uint32)
     checksum: int = (bits * mx.arange(1, bits.size + 1, dtype=mx.uint32)).sum().item()
     return checksum

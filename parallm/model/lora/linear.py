@@ -124,7 +124,7 @@ class MergedLinear:
         self._joined = joined
         self._linears = [layer.linear for layer in layers]
         self.whole: Callable[[mx.array], mx.array] | None = None
-        """Of a divided base: the output of all ranks from that of this one, which callers of the layer make."""
+        """Makes the output of all ranks of a divided base from that of this one; callers of the layer call it."""
         self._is_gated = False  # whether SwiGLU of the outputs was asked for once, as it then always will be
         self._x: mx.array | None = None  # the input that the outputs are of; nothing is kept when all are fetched
         self._outputs: dict[str, mx.array] = {}

@@ -27,7 +27,7 @@ from parallm.model.logprobs import is_slow, sigmoid
 from parallm.model.quantized import UnpackingEmbedding
 
 AddNorm = Callable[[mx.array, mx.array, mx.array, float], tuple[mx.array, mx.array]]
-"""Of parts (S, B, T, H), the stream, a norm's weight and its eps: the stream after the add, and its norm."""
+"""Adds parts (S, B, T, H) to the stream, and norms it with a weight and its eps; returns the stream and its norm."""
 TRUNK_NAMES = ("model", "transformer", "backbone")
 
 _mlx_lm_attention = mlx_lm_base.scaled_dot_product_attention
