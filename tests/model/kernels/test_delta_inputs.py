@@ -89,8 +89,10 @@ def seeded() -> None:
     mx.random.seed(6)
 
 
-@pytest.mark.parametrize(("dtype", "allowed"), [(mx.float32, 1e-5), (mx.float16, 3e-3)])
-@pytest.mark.parametrize("sizes", [(64, 32), (32, 128)])
+@pytest.mark.parametrize(
+    ("dtype", "allowed"), [(mx.float32, 1e-5), pytest.param(mx.float16, 3e-3, marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("sizes", [(64, 32), pytest.param((32, 128), marks=pytest.mark.slow)])
 @pytest.mark.usefixtures("kernels")
 def test_outputs_and_gradients_are_those_of_the_operations(
     dtype: mx.Dtype, allowed: float, sizes: tuple[int, int]
@@ -108,7 +110,10 @@ MUTATIONS = {
 
 
 @pytest.mark.cpu
-@pytest.mark.parametrize("mutation", sorted(MUTATIONS))
+@pytest.mark.parametrize(
+    "mutation",
+    [pytest.param(one, marks=[pytest.mark.slow] if place else []) for place, one in enumerate(sorted(MUTATIONS))],
+)
 def test_a_wrong_line_is_found(mutation: tuple[str, str, str], kernels: CpuKernels) -> None:
     kernels.mutation = mutation
     assert not max(errors(mx.float32, layer_of(mx.float32))) <= 0.01

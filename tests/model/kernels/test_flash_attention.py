@@ -280,7 +280,9 @@ WARPGROUPS = {
 
 @needs_compiler
 @pytest.mark.cpu
-@pytest.mark.parametrize("name", WARPGROUPS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if place else []) for place, name in enumerate(WARPGROUPS)]
+)
 def test_threads_of_warpgroups_give_plain_attention(name: str, warpgroups: CpuKernels) -> None:
     case = WARPGROUPS[name]
     assert worst([forward(case)], plain(case, case.arrays(mx.float16))[:1]) <= 1e-3
@@ -288,7 +290,7 @@ def test_threads_of_warpgroups_give_plain_attention(name: str, warpgroups: CpuKe
 
 @needs_compiler
 @pytest.mark.cpu
-@pytest.mark.parametrize("name", ["wide window", "large heads"])
+@pytest.mark.parametrize("name", ["wide window", pytest.param("large heads", marks=pytest.mark.slow)])
 def test_threads_of_warpgroups_read_pages(name: str, warpgroups: CpuKernels) -> None:
     found, expected = paged(WARPGROUPS[name], mx.float16, CHUNKS, padding=70)
     assert worst([found], [expected]) <= 1e-3
@@ -300,8 +302,8 @@ def test_threads_of_warpgroups_read_pages(name: str, warpgroups: CpuKernels) -> 
     ("old", "new"),
     [
         ("show_copies();\n      __syncwarp();", "__syncwarp();"),  # products before copies are seen
-        ("wait_products<1>();", ""),  # scores before they are there
-        ("shrink[n / 2 % 2]", "shrink[0]"),
+        pytest.param("wait_products<1>();", "", marks=pytest.mark.slow),  # scores before they are there
+        pytest.param("shrink[n / 2 % 2]", "shrink[0]", marks=pytest.mark.slow),
     ],
 )
 def test_mistakes_of_warpgroups_are_found(old: str, new: str, warpgroups: CpuKernels) -> None:

@@ -132,7 +132,9 @@ def test_all_ranks_get_the_bits_of_one_sum_whatever_kernel_came_before(ranks: Ra
 
 
 @needs_compiler
-@pytest.mark.parametrize("mutant", MUTANTS)
+@pytest.mark.parametrize(
+    "mutant", [pytest.param(name, marks=[pytest.mark.slow] if place else []) for place, name in enumerate(MUTANTS)]
+)
 @pytest.mark.parametrize("size", [2], indirect=True)
 def test_what_is_not_waited_for_is_found(mutant: str, ranks: Ranks, size: int) -> None:
     for kernels in ranks.kernels:

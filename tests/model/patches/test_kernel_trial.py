@@ -190,7 +190,8 @@ def test_attention_by_warpgroups_stays_on_if_it_agrees(
     ("old", "new"),
     [
         ("tile.prefix_start + at / PAGE", "tile.prefix_start"),  # of pages
-        ("? tile.prefix_start : tile.start", "? 1 : tile.start"),  # of packed sequences
+        # of packed sequences
+        pytest.param("? tile.prefix_start : tile.start", "? 1 : tile.start", marks=pytest.mark.slow),
     ],
 )
 def test_attention_by_warpgroups_that_differs_is_turned_off_with_a_warning(
