@@ -60,7 +60,7 @@ def all_sum(array: mx.array, peers: PeerMemory) -> mx.array:
 
 
 def defines_of(peers: PeerMemory) -> Defines:
-    """What `peer_sum.cuh` is compiled with."""
+    """The definitions that `peer_sum.cuh` is compiled with."""
     return ("RANKS", peers.size), ("RANK", peers.rank), ("VECTORS", VECTORS)
 
 

@@ -40,7 +40,7 @@ STATIC_BYTES = 8_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """What the rule takes, and where its chunks are."""
+    """The inputs of the rule, and the tokens of its chunks."""
 
     q_MKD: mx.array
     k_MKD: mx.array
@@ -82,7 +82,7 @@ class Inputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """What `delta_terms` computes, float32."""
+    """The results of `delta_terms`, float32."""
 
     values: mx.array
     """V (N, H, C, Dv); what a gradient passes back in its place, in a backward scan."""

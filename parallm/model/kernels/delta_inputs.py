@@ -1,4 +1,4 @@
-"""What the gated delta rule takes from a layer's projections, as one CUDA kernel forward and two backward.
+"""Inputs of the gated delta rule from a layer's projections, as one CUDA kernel forward and two backward.
 
 By MLX's operations it is the convolution with silu, three parts of its columns, two norms, and gates: some 20 launches
 forward, and more than twice as many backward. Rounded as there: the convolution, silu, the norms, and their products

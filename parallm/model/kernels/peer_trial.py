@@ -44,7 +44,7 @@ def tried(peers: PeerMemory, gather: Callable[[bytes], Sequence[bytes]]) -> Peer
 
 
 def _pairs(peers: PeerMemory, call: int, rows: int) -> list[tuple[mx.array, mx.array]]:
-    """What the kernels give, and what they should."""
+    """The results of the kernels, and the right ones."""
     parts = [_normal(1 + 100 * call + rank, SPLITS, rows, 1, HIDDEN) for rank in range(peers.size)]
     stream_B1H, weight_H = _normal(50 + 100 * call, rows, 1, HIDDEN).astype(HALF), mx.ones(HIDDEN, HALF)
     sent = [parts_SB1H.sum(axis=0).astype(HALF) for parts_SB1H in parts]
