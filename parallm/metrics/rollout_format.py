@@ -161,14 +161,15 @@ class RolloutFile:
         )
 
 
-def encode(rollouts: StepRollouts, cut: Callable[[Sequence[int]], list[str]]) -> bytes:
-    """Return the file's content. `cut` returns the text of each token; joined they are the text of all."""
+def encode(rollouts: StepRollouts, cut: Callable[[Sequence[Sequence[int]]], list[list[str]]]) -> bytes:
+    """Return the file's content. `cut` returns the text of each token of each row; joined they are that of the row."""
+    cuts = iter(cut([trajectory.tokens for group in rollouts.groups for trajectory in group.trajectories]))
     rows: list[GroupRow] = []
     parts: dict[str, list[np.ndarray]] = {name: [] for name in KINDS}
     for place, group in enumerate(rollouts.groups):
         completions = []
         for index, trajectory in enumerate(group.trajectories):
-            pieces = _bounded(cut(trajectory.tokens))
+            pieces = _bounded(next(cuts))
             learned = rollouts.learned.get((place, index))
             for name, array in _token_arrays(trajectory, pieces, learned).items():
                 parts[name].append(array)

@@ -15,33 +15,42 @@ MAX_PENDING = 8
 class TokenTexts:
     """Cuts texts of one tokenizer. A token that ends inside of a character has the text ""."""
 
-    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
-        """`decode` returns the text of tokens, special ones shown."""
+    def __init__(self, decode: Callable[[Sequence[Sequence[int]]], Sequence[str]]) -> None:
+        """`decode` returns the text of each row of tokens, special ones shown. It gets as many rows at a time as can be,
+        so that it may work on them without the interpreter's lock."""
         self._decode = decode
         self._anchor: tuple[int, str] | None = None  # a token before others: some tokenizers drop a first space
         self._known: dict[int, str] = {}  # at most the vocabulary
 
-    def cut(self, tokens: Sequence[int]) -> list[str]:
-        """Return one piece for each token."""
+    def cut(self, rows: Sequence[Sequence[int]]) -> list[list[str]]:
+        """Return one piece for each token of each row."""
+        wholes = self._decode(rows)
+        self._learn({token for tokens in rows for token in tokens[1:]}.difference(self._known), rows)
+        firsts = self._decode([tokens[:1] for tokens in rows])
+        return [self._cut(*row) for row in zip(rows, firsts, wholes, strict=True)]
+
+    def _cut(self, tokens: Sequence[int], first: str, whole: str) -> list[str]:
         if not tokens:
             return []
-        whole = self._decode(tokens)
-        self._learn(set(tokens[1:]).difference(self._known), tokens)
-        pieces = [self._decode(tokens[:1]), *(self._known.get(token, "") for token in tokens[1:])]
+        pieces = [first, *(self._known.get(token, "") for token in tokens[1:])]
         if "".join(pieces) != whole:
             pieces = self._with_parts_grown(tokens, pieces)
         if "".join(pieces) != whole:
             pieces = self._grown(tokens)
         return pieces if "".join(pieces) == whole else [*[""] * (len(tokens) - 1), whole]
 
-    def _learn(self, unknown: Collection[int], tokens: Sequence[int]) -> None:
+    def _learn(self, unknown: Collection[int], rows: Sequence[Sequence[int]]) -> None:
         """Remember the texts of tokens after other text, as far as they do not depend on it."""
         if unknown and self._anchor is None:
-            alone = ((token, self._decode([token])) for token in tokens)
+            alone = ((token, self._text([token])) for tokens in rows for token in tokens)
             self._anchor = next((pair for pair in alone if pair[1].isascii() and pair[1].strip()), None)
         if unknown and self._anchor is not None:
             before, before_text = self._anchor
-            self._known |= {token: self._decode([before, token])[len(before_text) :] for token in unknown}
+            texts = self._decode([[before, token] for token in unknown])
+            self._known |= {token: text[len(before_text) :] for token, text in zip(unknown, texts, strict=True)}
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        return self._decode([tokens])[0]
 
     def _with_parts_grown(self, tokens: Sequence[int], pieces: Sequence[str]) -> list[str]:
         """`pieces`, where tokens that are parts of characters have what they add to complete ones."""
@@ -57,8 +66,8 @@ class TokenTexts:
         pieces: list[str] = []
         context = safe = 0  # decoding starts at `context`; the text of tokens before `safe` is in `pieces`
         for end in range(1, len(tokens) + 1):
-            before = self._decode(tokens[context:safe])
-            more = self._decode(tokens[context:end])[len(before) :]
+            before = self._text(tokens[context:safe])
+            more = self._text(tokens[context:end])[len(before) :]
             is_whole = bool(more) and not more.endswith(REPLACEMENT)
             if is_whole or end - safe >= MAX_PENDING or end == len(tokens):
                 pieces.append(more)

@@ -219,7 +219,7 @@ def _rollouts(spec: PolicySpec, tokenizer: ChatTokenizer, sources: AsyncExitStac
         return None
     files = RolloutFiles(
         spec.folder,
-        TokenTexts(partial(tokenizer.decode, special=True)),
+        TokenTexts(tokenizer.decode_rows),
         max_bytes=spec.config.metrics.rollout_bytes,
         evaluated=[row["step"] for row in evaluations],
     )

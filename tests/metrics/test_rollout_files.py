@@ -16,19 +16,18 @@ from parallm.metrics.token_texts import TokenTexts
 from tests.metrics.test_rollout_format import STEP
 
 Make = Callable[..., RolloutFiles]
+Decode = Callable[[Sequence[Sequence[int]]], list[str]]
 
 
-def letters(tokens: Sequence[int]) -> str:
-    return "".join(chr(97 + token) for token in tokens)
+def letters(rows: Sequence[Sequence[int]]) -> list[str]:
+    return ["".join(chr(97 + token) for token in tokens) for tokens in rows]
 
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Make]:
     made: list[RolloutFiles] = []
 
-    def build(
-        max_bytes: int = 1 << 20, decode: Callable[[Sequence[int]], str] = letters, **values: object
-    ) -> RolloutFiles:
+    def build(max_bytes: int = 1 << 20, decode: Decode = letters, **values: object) -> RolloutFiles:
         made.append(RolloutFiles(tmp_path, TokenTexts(decode), max_bytes=max_bytes, **values))  # type: ignore[arg-type]
         return made[-1]
 
@@ -59,9 +58,9 @@ def test_no_step_waits_for_the_writer_and_what_is_too_much_is_counted(
 ) -> None:
     may_go_on = threading.Event()
 
-    def slow(tokens: Sequence[int]) -> str:
+    def slow(rows: Sequence[Sequence[int]]) -> list[str]:
         may_go_on.wait(60)
-        return letters(tokens)
+        return letters(rows)
 
     files = make(decode=slow)
     for step in range(1, 11):
@@ -129,10 +128,10 @@ def test_a_disk_that_refuses_costs_a_warning_and_the_newest_stay_in_memory(
 
 
 def test_a_writer_that_fails_ends_nothing(make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def broken(tokens: Sequence[int]) -> str:
-        if 4 in tokens:
+    def broken(rows: Sequence[Sequence[int]]) -> list[str]:
+        if any(4 in tokens for tokens in rows):
             raise ValueError("no such token")
-        return letters(tokens)
+        return letters(rows)
 
     files = make(decode=broken)
     files.put(STEP)

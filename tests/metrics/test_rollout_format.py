@@ -27,8 +27,8 @@ from parallm.metrics.rollout_format import (
 from parallm.types import FaultyEpisode, Message, Problem, Trajectory, TrajectoryGroup, WeightSpan
 
 
-def cut(tokens: Any) -> list[str]:
-    return [chr(97 + token % 26) for token in tokens]
+def cut(rows: Any) -> list[list[str]]:
+    return [[chr(97 + token % 26) for token in tokens] for tokens in rows]
 
 
 def trajectory(tokens: tuple[int, ...], reward: float, **changes: Any) -> Trajectory:
@@ -42,7 +42,7 @@ def trajectory(tokens: tuple[int, ...], reward: float, **changes: Any) -> Trajec
         weight_versions=(WeightSpan(version=3, start=0, end=len(tokens)),),
         reward_parts={"correct": reward},
         reward=reward,
-        text="".join(cut(tokens)),
+        text="".join(cut([tokens])[0]),
         finish_reason="stop",
     )
     return replace(one, **changes)
@@ -134,7 +134,7 @@ def test_rewards_and_texts_that_json_cannot_hold_are_written_all_the_same() -> N
     one = trajectory((1, 2, 3), math.nan, text="half \ud83d", reward_parts={"\ud800": math.inf})
     faulty = FaultyEpisode(kind="score_raised", detail="KeyError: '\udfff'", text="", tokens=())
     file = decode(
-        encode(replace(STEP, groups=[replace(group(one), faulty=(faulty,))], learned={}), lambda _: ["\ud83d"] * 3)
+        encode(replace(STEP, groups=[replace(group(one), faulty=(faulty,))], learned={}), lambda _: [["\ud83d"] * 3])
     )
     row = file.groups[0]["completions"][0]
     assert (row["reward"], row["text"], row["parts"], row["shown"]) == (

@@ -1,6 +1,6 @@
 """Pieces of texts, with tokenizers made of bytes and of words."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -18,33 +18,36 @@ def by_words(tokens: Sequence[int]) -> str:
     return "".join(WORDS[token] for token in tokens).replace("▁", " ").removeprefix(" ")
 
 
+def texts_of(decode: Callable[[Sequence[int]], str]) -> TokenTexts:
+    return TokenTexts(lambda rows: [decode(tokens) for tokens in rows])
+
+
 @pytest.mark.parametrize(
     "text", ["12 + 3", "zwölf", "十二", "👩‍👩‍👧 é", "e\u0301" * 9, "a\u202eb\u200bc\x00d", "", "\ufffd", "\u0627" * 40]
 )
 def test_pieces_of_bytes_join_to_the_text(text: str) -> None:
     tokens = list(text.encode())
-    pieces = TokenTexts(by_bytes).cut(tokens)
+    pieces = texts_of(by_bytes).cut([tokens])[0]
     assert ("".join(pieces), len(pieces)) == (text, len(tokens))
 
 
 def test_a_token_inside_of_a_character_has_no_text() -> None:
-    assert TokenTexts(by_bytes).cut(list("aé十b".encode())) == ["a", "", "é", "", "", "十", "b"]
+    assert texts_of(by_bytes).cut([list("aé十b".encode())])[0] == ["a", "", "é", "", "", "十", "b"]
 
 
 def test_bytes_that_are_no_text_are_shown_as_decoders_show_them() -> None:
     tokens = [0xFF, 0x61, 0xC3, 0xC3, 0xA9, 0xE5, *[0x80] * 30, 0xE5]
-    pieces = TokenTexts(by_bytes).cut(tokens)
+    pieces = texts_of(by_bytes).cut([tokens])[0]
     assert ("".join(pieces), len(pieces)) == (by_bytes(tokens), len(tokens))
 
 
 def test_a_first_space_that_the_tokenizer_drops_stands_before_later_tokens() -> None:
-    texts = TokenTexts(by_words)
-    assert texts.cut([1, 2, 3, 4]) == ["12", " +", " 3", "5"]
-    assert texts.cut([2, 1]) == ["+", " 12"]
+    texts = texts_of(by_words)
+    assert texts.cut([[1, 2, 3, 4], [], [2, 1]]) == [["12", " +", " 3", "5"], [], ["+", " 12"]]
 
 
 def test_a_tokenizer_whose_texts_do_not_grow_gives_the_whole_text_to_the_last_token() -> None:
-    pieces = TokenTexts(lambda tokens: "".join(chr(65 + token) for token in reversed(tokens))).cut([0, 1, 2])
+    pieces = texts_of(lambda tokens: "".join(chr(65 + token) for token in reversed(tokens))).cut([[0, 1, 2]])[0]
     assert pieces == ["", "", "CBA"]
 
 
@@ -55,10 +58,10 @@ def test_the_usual_completion_is_cut_without_decoding_its_tokens_again() -> None
         calls.append(len(tokens))
         return by_bytes(tokens)
 
-    texts = TokenTexts(decode)
-    texts.cut(list(b"abcabc"))
+    texts = texts_of(decode)
+    texts.cut([list(b"abcabc")])
     calls.clear()
-    texts.cut(list(b"abccba" * 100))
+    texts.cut([list(b"abccba" * 100)])
     assert calls == [600, 1]
 
 
@@ -69,9 +72,9 @@ def test_a_divided_character_costs_no_other_token_another_decoding() -> None:
         calls.append(len(tokens))
         return by_bytes(tokens)
 
-    texts = TokenTexts(decode)
+    texts = texts_of(decode)
     text = "a" * 100 + "é" + "b" * 100
-    texts.cut(list(text.encode()))
+    texts.cut([list(text.encode())])
     calls.clear()
-    assert "".join(texts.cut(list(text.encode()))) == text
+    assert "".join(texts.cut([list(text.encode())])[0]) == text
     assert len(calls) < 10

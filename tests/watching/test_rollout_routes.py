@@ -21,8 +21,8 @@ Get = Callable[..., Any]
 GROUPS = "/v1/runs/current/rollouts/7"
 
 
-def letters(tokens: Any) -> str:
-    return "".join(chr(97 + token) for token in tokens)
+def letters(rows: Any) -> list[str]:
+    return ["".join(chr(97 + token) for token in tokens) for tokens in rows]
 
 
 @pytest.fixture

@@ -157,6 +157,17 @@ class ChatTokenizer:
             return str(self._tokenizer.decode(list(tokens), skip_special_tokens=not special))
         return str(self._tokenizer.decode([token for token in tokens if token not in self._hidden]))
 
+    def decode_rows(self, rows: Sequence[Sequence[int]]) -> list[str]:
+        """Text of each row of tokens, special ones shown; without the interpreter's lock where the tokenizer can."""
+        if self._decodes_rows:
+            return list(self._tokenizer.backend_tokenizer.decode_batch(rows, skip_special_tokens=False))
+        return [self.decode(tokens, special=True) for tokens in rows]
+
+    @cached_property
+    def _decodes_rows(self) -> bool:
+        """Whether the Rust tokenizer alone makes the text, for which only `decode_batch` gives up the lock."""
+        return hasattr(self._tokenizer, "backend_tokenizer") and not self._tokenizer.clean_up_tokenization_spaces
+
     def encode_answer(self, messages: Sequence[Message], answer: str) -> tuple[int, ...]:
         """Token ids of `answer` as the template writes it after the generation prompt, with the token that ends it.
 

@@ -74,6 +74,9 @@ def test_special_tokens_that_mark_reasoning_or_calls_are_part_of_the_text(tmp_pa
     tokens = [*tokenizer.encode("<think>2</think>3"), end]
     assert tokenizer.decode(tokens) == "<think>2</think>3"
     assert tokenizer.decode(tokens, special=True) == f"<think>2</think>3{tokenizer.token_text(end)}"
+    assert tokenizer.decode_rows([tokens, [], [end]]) == [
+        tokenizer.decode(row, special=True) for row in (tokens, [], [end])
+    ]
 
 
 def test_a_template_is_asked_what_it_reads() -> None:
