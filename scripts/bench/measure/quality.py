@@ -58,6 +58,7 @@ def parity_bfloat16(request: Request) -> Figures:
         "gpu.parity.mathling_bfloat16_k3": Bar(),
         "gpu.parity.0.5b_k3": Bar(max=1e-4, needs="gpu"),
         "gpu.parity.0.5b_bfloat16_k3": Bar(),
+        "gpu.parity.qwen3.5-0.8b_k3": Bar(max=1e-5, needs="gpu"),
     },
     minutes=3,
     needs="gpu",
@@ -65,13 +66,16 @@ def parity_bfloat16(request: Request) -> Figures:
 )
 def parity_on_gpu(request: Request) -> Iterator[Figures]:
     """k3 of a trained model and of random weights at 4,096 tokens, as they are computed by default, which `dtype`
-    shows, and in bfloat16."""
+    shows, and in bfloat16; of a hybrid's random weights at 1,024 tokens."""
     shape = {"shape": "0.5b", "tokens": 32_768, "length": 4096}
+    hybrid = {"shape": "qwen3.5-0.8b", "tokens": 16_384, "length": 1024}
     if request.is_quick:
         shape = {"shape": "tiny", "tokens": 512, "length": 64}
+        hybrid = shape | {"shape": "hybrid-tiny"}
     jobs: dict[str, dict[str, Any]] = {
         "0.5b": {"dtype": "float16", **shape},
         "0.5b_bfloat16": {"dtype": "bfloat16", **shape},
+        "qwen3.5-0.8b": {"dtype": "float16", **hybrid},
     }
     if request.model != "nano":
         model = {"model": request.model, "data": request.data, "tokens": request.size(10_000, 1000)}
