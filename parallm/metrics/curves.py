@@ -20,6 +20,9 @@ MARKER_STEPS = 60
 """Up to this many steps each one gets a dot; beyond, dots would hide the line."""
 NUM_SMOOTHED = 10
 NUM_COLUMNS = 2
+TOP, ROW, GAP, BELOW = 0.75, 3.1, 0.8, 0.5
+"""Inches: above the first panel, a row of panels, between two, below the last."""
+SIDES = {"left": 0.065, "right": 0.945, "wspace": 0.2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +54,11 @@ def draw_curves(steps: Sequence[MetricsRow], evaluations: Sequence[MetricsRow], 
 
     panels = panels_of(steps, evaluations)
     num_rows = max(1, -(-len(panels) // NUM_COLUMNS))
-    figure = Figure(figsize=(12, 0.6 + 3.1 * num_rows), dpi=110, layout="constrained")
-    figure.suptitle(f"{title}: {len(steps)} {'step' if len(steps) == 1 else 'steps'}", fontsize=14)
+    height = TOP + ROW * num_rows
+    figure = Figure(figsize=(12, height), dpi=110)
+    # matplotlib's own layouts draw everything once more
+    figure.subplots_adjust(**SIDES, top=1 - TOP / height, bottom=BELOW / height, hspace=GAP / (ROW - GAP))
+    figure.suptitle(f"{title}: {len(steps)} {'step' if len(steps) == 1 else 'steps'}", fontsize=14, y=1 - 0.2 / height)
     grid = figure.subplots(num_rows, NUM_COLUMNS, squeeze=False, sharex=True).flat
     for axes, panel in zip(grid, panels, strict=False):
         draw_panel(axes, panel)

@@ -1,5 +1,6 @@
 // Runs a kernel's own source on a CPU: each thread of a block is a fiber, and fibers take turns at random where they wait.
 // Copies to shared memory happen when they are waited for, and not before; what has not arrived is NaN.
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -10,7 +11,6 @@
 #include <cstring>
 #include <functional>
 #include <map>
-#include <random>
 #include <vector>
 using std::max;
 using std::min;
@@ -72,40 +72,67 @@ inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selectors) {
   return found;
 }
 
-// Fibers
+// Numbers of xorshift (https://www.jstatsoft.org/article/view/v008i14); <random> takes as long to compile as a kernel
+struct Random {
+  uint64_t state;
+  void seed(int number) { state = uint64_t(number) * 0x9e3779b97f4a7c15u + 0x2545f4914f6cdd1du; }
+  unsigned operator()() {
+    state ^= state << 13, state ^= state >> 7, state ^= state << 17;
+    return state >> 32;
+  }
+} random_numbers;
+
+// Fibers. A context starts one; jumps go on with it, since swapcontext asks the kernel for signal masks each time.
 constexpr int MAX_THREADS = 1024, STACK = 1 << 16;
-ucontext_t caller, fibers[MAX_THREADS];
+ucontext_t caller, starts[MAX_THREADS];
+jmp_buf places[MAX_THREADS];
 std::vector<char> stacks[MAX_THREADS];
-bool ended[MAX_THREADS];
+bool begun[MAX_THREADS], ended[MAX_THREADS];
+struct Wait {
+  const int* at;
+  int value;
+} waits[MAX_THREADS];  // a fiber goes on when `*at` is no longer `value`
 int num_threads;
-std::mt19937 random_numbers;
+
+bool can_go_on(int fiber) { return !ended[fiber] && (!waits[fiber].at || *waits[fiber].at != waits[fiber].value); }
+
+void go_to(int fiber) {
+  threadIdx.x = fiber;
+  if (begun[fiber]) _longjmp(places[fiber], 1);
+  begun[fiber] = true;
+  setcontext(&starts[fiber]);
+}
 
 void switch_from(int self) {
   const int start = random_numbers() % num_threads;
-  for (int i = 0; i < num_threads; i++) {
-    const int other = (start + i) % num_threads;
-    if (ended[other]) continue;
-    threadIdx.x = other;
-    if (self < 0 || ended[self]) setcontext(&fibers[other]);
-    if (other != self) swapcontext(&fibers[self], &fibers[other]);
-    threadIdx.x = self;
-    return;
+  int other = -1;
+  for (int i = 0; i < num_threads && other < 0; i++)
+    if (const int next = (start + i) % num_threads; can_go_on(next)) other = next;
+  if (other < 0) {
+    CHECK(std::all_of(ended, ended + num_threads, [](bool has) { return has; }));  // threads wait for one that never comes
+    setcontext(&caller);
   }
-  setcontext(&caller);
+  if (other == self) return;
+  if (self < 0 || ended[self] || !_setjmp(places[self])) go_to(other);
+}
+
+void wait_while(const int& at, int value) {
+  const int self = threadIdx.x;
+  if (at != value) return;
+  waits[self] = {&at, value};
+  switch_from(self);
+  waits[self] = {};
 }
 
 struct Barrier {
   int arrived = 0, generation = 0;
   void wait(int count) {
-    const int self = threadIdx.x, own = generation;
+    const int own = generation;
     if (++arrived == count) {
       arrived = 0;
       generation++;
     }
-    for (int turns = 0; own == generation; turns++) {
-      CHECK(turns < 1000000);  // a thread that never comes
-      switch_from(self);
-    }
+    wait_while(generation, own);
   }
 } block_barrier, warp_barriers[MAX_THREADS / 32];
 
@@ -365,13 +392,7 @@ void arrive(unsigned at) {
   barrier.left = barrier.count;
   barrier.phase ^= 1;
 }
-void wait_barrier(unsigned at, int parity) {
-  const int self = threadIdx.x;
-  for (int turns = 0; shared_barriers.at(at).phase == parity; turns++) {
-    CHECK(turns < 1000000);
-    switch_from(self);
-  }
-}
+void wait_barrier(unsigned at, int parity) { wait_while(shared_barriers.at(at).phase, parity); }
 Barrier group_barriers[MAX_THREADS / 128];
 void sync_group(int group) { group_barriers[group].wait(128); }
 template <int N>
@@ -407,23 +428,26 @@ void launch(int blocks, int threads, unsigned shared, int seed, void (*kernel)()
   random_numbers.seed(seed);
   std::vector<int> order(blocks);
   for (int block = 0; block < blocks; block++) order[block] = block;
-  std::shuffle(order.begin(), order.end(), random_numbers);
+  for (int block = blocks; block > 1; block--) std::swap(order[block - 1], order[random_numbers() % block]);
+  ucontext_t blank;
+  getcontext(&blank);
   for (int block : order) {
     blockIdx.x = block;
     std::memset(shared_memory, 0xff, sizeof(shared_memory));
     std::fill(is_hidden, std::end(is_hidden), false);
     shared_barriers.clear();
     for (int thread = 0; thread < threads; thread++) {
-      ended[thread] = false;
+      begun[thread] = ended[thread] = false;
+      waits[thread] = {};
       copies[thread].assign(1, {});
       unshown[thread].clear();
       products[thread].groups.assign(1, {});
       stacks[thread].resize(STACK);
-      getcontext(&fibers[thread]);
-      fibers[thread].uc_stack.ss_sp = stacks[thread].data();
-      fibers[thread].uc_stack.ss_size = STACK;
+      starts[thread] = blank;
+      starts[thread].uc_stack.ss_sp = stacks[thread].data();
+      starts[thread].uc_stack.ss_size = STACK;
       makecontext(
-          &fibers[thread],
+          &starts[thread],
           +[] {
             body();
             ended[threadIdx.x] = true;

@@ -5,7 +5,9 @@ import re
 import shutil
 import subprocess
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import mlx.core as mx
@@ -24,6 +26,7 @@ SUBSTITUTES = {
     r'asm volatile\("cp.async.wait_group %0;" ::"n"\((.*?)\) : "memory"\);': r"wait_copies<\1>();",
     r'asm volatile\("cp.async.wait_group 0;".*?\);': "wait_copies<0>();",
 }
+COMPILER = ("g++", "-std=c++17", "-Og", "-w", "-fPIC")
 ALIGNMENT = 256
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
@@ -77,15 +80,27 @@ class CpuKernels:
         given, kept = (", ".join(start + parameter for _, parameter in wanted) for start in ("", "arguments."))
         path = self._folder / f"{name}_{len(self._libraries)}.cpp"
         path.write_text(
-            f'#include "{HEADER}"\n#define INFINITY HUGE_VALF\n{source}\nstruct Arguments {{\n{members}}} arguments;\n'
+            f'#include "{HEADER.name}"\n#define INFINITY HUGE_VALF\n{source}\n'
+            f"struct Arguments {{\n{members}}} arguments;\n"
             f'extern "C" void launch_kernel(int blocks, int threads, unsigned shared, int seed, {declared}) {{\n'
             f"  arguments = {{{given}}};\n  launch(blocks, threads, shared, seed, [] {{ {name}({kept}); }});\n}}\n"
         )
         library = path.with_suffix(".so")
-        command = ["g++", "-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-o", str(library), str(path)]
-        compiled = subprocess.run(command, capture_output=True, text=True)
-        assert compiled.returncode == 0, compiled.stderr[:2000]
+        _run("-shared", "-I", _compiled_header().name, "-o", library, path)
         return ctypes.CDLL(str(library))
+
+
+@cache
+def _compiled_header() -> TemporaryDirectory[str]:
+    """A folder with the header as g++ has read it, which takes it half a second. It goes with the process."""
+    folder = TemporaryDirectory()
+    _run("-x", "c++-header", "-o", Path(folder.name) / f"{HEADER.name}.gch", HEADER)
+    return folder
+
+
+def _run(*arguments: str | Path) -> None:
+    compiled = subprocess.run([*COMPILER, *arguments], capture_output=True, text=True)
+    assert compiled.returncode == 0, compiled.stderr[:2000]
 
 
 def _unwritten(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
