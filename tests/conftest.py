@@ -49,7 +49,7 @@ def pytest_collection_finish() -> None:
 def _heap_stays_frozen() -> Iterator[None]:
     """A run would look at the whole heap as it begins and thaw it at its end: most of the time of a run of 3 steps."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runtime, "_frozen_heap", nullcontext)
+        patch.setattr(runtime, "frozen_heap", nullcontext)
         yield
 
 

@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from transformers import PreTrainedTokenizerFast
 
 from parallm.conversation import ChatPrompt, GrammarSource, PromptEnd
 from parallm.errors import InvalidRequest
@@ -23,6 +24,8 @@ from parallm.types import Grammar, Message
 TEXTS_BY_MODEL = frozenset({"content", "reasoning_content"})
 """Keys of an assistant's turn with texts that the model wrote."""
 ASSISTANT = "assistant"
+TIDIES_BYTE_PAIRS = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
+"""Without it transformers leaves the spaces of byte-pair encodings as they are."""
 PLACEHOLDER = "the-turn-7f3a9c51"
 """Stands for the model's turn while the template is rendered around it; no user's message holds it."""
 
@@ -34,6 +37,7 @@ class ChatTokenizer:
         self._tokenizer: Any = wrapper._tokenizer  # the Hugging Face tokenizer inside mlx-lm's wrapper
         # it would print a warning about each longer text; the engine refuses what is too long
         self._tokenizer.model_max_length = sys.maxsize
+        self._backend = _backend_of(self._tokenizer)
         self.eos_token_ids = frozenset(int(token) for token in wrapper.eos_token_ids)
         self.has_chat_template = bool(getattr(self._tokenizer, "chat_template", None))
         self.template = ChatTemplate(self._tokenizer)
@@ -153,20 +157,16 @@ class ChatTokenizer:
         return text
 
     def _decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
+        decoder = self._tokenizer if self._backend is None else self._backend
         if special or self._hidden is None:
-            return str(self._tokenizer.decode(list(tokens), skip_special_tokens=not special))
-        return str(self._tokenizer.decode([token for token in tokens if token not in self._hidden]))
+            return str(decoder.decode(list(tokens), skip_special_tokens=not special))
+        return str(decoder.decode([token for token in tokens if token not in self._hidden], skip_special_tokens=False))
 
     def decode_rows(self, rows: Sequence[Sequence[int]]) -> list[str]:
         """Text of each row of tokens, special ones shown; without the interpreter's lock where the tokenizer can."""
-        if self._decodes_rows:
-            return list(self._tokenizer.backend_tokenizer.decode_batch(rows, skip_special_tokens=False))
-        return [self.decode(tokens, special=True) for tokens in rows]
-
-    @cached_property
-    def _decodes_rows(self) -> bool:
-        """Whether the Rust tokenizer alone makes the text, for which only `decode_batch` gives up the lock."""
-        return hasattr(self._tokenizer, "backend_tokenizer") and not self._tokenizer.clean_up_tokenization_spaces
+        if self._backend is None:
+            return [self.decode(tokens, special=True) for tokens in rows]
+        return list(self._backend.decode_batch(rows, skip_special_tokens=False))
 
     def encode_answer(self, messages: Sequence[Message], answer: str) -> tuple[int, ...]:
         """Token ids of `answer` as the template writes it after the generation prompt, with the token that ends it.
@@ -215,6 +215,19 @@ class ChatTokenizer:
             return None
         ends = (self._tokenizer.bos_token_id, self._tokenizer.pad_token_id)
         return self.eos_token_ids | {int(token) for token in ends if token is not None}
+
+
+def _backend_of(tokenizer: Any) -> Any:
+    """The Rust tokenizer, if it alone makes the text; else None. It takes a fifth of the time of transformers around
+    it, and decodes rows without the interpreter's lock."""
+    kind = type(tokenizer)
+    if not isinstance(tokenizer, PreTrainedTokenizerFast) or any(
+        getattr(kind, name) is not getattr(PreTrainedTokenizerFast, name) for name in ("decode", "_decode")
+    ):
+        return None
+    backend = tokenizer.backend_tokenizer
+    is_byte_pair = type(backend.model).__name__ == "BPE" and not getattr(tokenizer, TIDIES_BYTE_PAIRS, False)
+    return None if tokenizer.clean_up_tokenization_spaces and not is_byte_pair else backend
 
 
 def _turns(messages: Sequence[Message]) -> list[dict[str, object]]:

@@ -31,6 +31,7 @@ from parallm.model.settings import ModelSettings
 from parallm.model.shared_model import SharedModel
 from parallm.reports import UpdateReport
 from parallm.rollout.episode import Episode, trajectory_of
+from parallm.run.heap import frozen_heap
 from parallm.types import BASE, Completion, GenerationRequest, Problem, SamplingParams, TrajectoryGroup
 
 Result = TypeVar("Result")
@@ -141,7 +142,8 @@ async def open_workbench(
     try:
         made = await asyncio.wrap_future(device.call(lambda: Workbench(device, engine, settings, load, rank)))
         engine.attach(made.core)
-        yield made
+        with frozen_heap():
+            yield made
     finally:
         device.stop()
 

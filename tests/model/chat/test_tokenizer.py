@@ -1,11 +1,12 @@
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from mlx_lm.utils import load_tokenizer
 
 from parallm.errors import InvalidRequest
-from parallm.model.chat.tokenizer import ChatTokenizer
+from parallm.model.chat.tokenizer import TIDIES_BYTE_PAIRS, ChatTokenizer
 from parallm.model.load import NANO
 from parallm.types import Message
 
@@ -77,6 +78,30 @@ def test_special_tokens_that_mark_reasoning_or_calls_are_part_of_the_text(tmp_pa
     assert tokenizer.decode_rows([tokens, [], [end]]) == [
         tokenizer.decode(row, special=True) for row in (tokens, [], [end])
     ]
+
+
+@pytest.mark.parametrize("attribute", ["", "clean_up_tokenization_spaces", TIDIES_BYTE_PAIRS])
+def test_text_is_that_of_transformers_whatever_it_tidies(attribute: str) -> None:
+    wrapper = load_tokenizer(NANO)
+    inner = wrapper._tokenizer
+    inner.clean_up_tokenization_spaces = bool(attribute)
+    setattr(inner, TIDIES_BYTE_PAIRS, attribute == TIDIES_BYTE_PAIRS)
+    tokens = inner.encode("Tom 's pens , 12 of them .")
+    tidied = "Tom's pens, 12 of them." if attribute == TIDIES_BYTE_PAIRS else "Tom 's pens , 12 of them ."
+    tokenizer = ChatTokenizer(wrapper)
+    assert [tokenizer.decode(tokens)] == tokenizer.decode_rows([tokens]) == [inner.decode(tokens)] == [tidied]
+
+
+def test_a_tokenizer_that_changes_what_is_decoded_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrapper = load_tokenizer(NANO)
+    inner = wrapper._tokenizer
+
+    class Louder(type(inner)):  # type: ignore[misc]
+        def _decode(self, *arguments: Any, **options: Any) -> str:
+            return str(super()._decode(*arguments, **options)).upper()
+
+    monkeypatch.setattr(inner, "__class__", Louder)
+    assert ChatTokenizer(wrapper).decode(inner.encode("ab 12")) == "AB 12"
 
 
 def test_a_template_is_asked_what_it_reads() -> None:
