@@ -12,7 +12,6 @@ from functools import cached_property
 from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from transformers import PreTrainedTokenizerFast
 
 from parallm.conversation import ChatPrompt, GrammarSource, PromptEnd
 from parallm.errors import InvalidRequest
@@ -24,6 +23,8 @@ from parallm.types import Grammar, Message
 TEXTS_BY_MODEL = frozenset({"content", "reasoning_content"})
 """Keys of an assistant's turn with texts that the model wrote."""
 ASSISTANT = "assistant"
+OF_TRANSFORMERS = "transformers.tokenization_utils"
+"""The beginning of the modules in which transformers decodes for all tokenizers."""
 TIDIES_BYTE_PAIRS = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
 """Without it transformers leaves the spaces of byte-pair encodings as they are."""
 PLACEHOLDER = "the-turn-7f3a9c51"
@@ -220,12 +221,11 @@ class ChatTokenizer:
 def _backend_of(tokenizer: Any) -> Any:
     """The Rust tokenizer, if it alone makes the text; else None. It takes a fifth of the time of transformers around
     it, and decodes rows without the interpreter's lock."""
-    kind = type(tokenizer)
-    if not isinstance(tokenizer, PreTrainedTokenizerFast) or any(
-        getattr(kind, name) is not getattr(PreTrainedTokenizerFast, name) for name in ("decode", "_decode")
-    ):
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    # by names: the process may hold transformers twice (`device/own_transformers.py`)
+    modules = [getattr(type(tokenizer), name).__module__ for name in ("decode", "_decode") if backend is not None]
+    if not modules or not all(module.startswith(OF_TRANSFORMERS) for module in modules):
         return None
-    backend = tokenizer.backend_tokenizer
     is_byte_pair = type(backend.model).__name__ == "BPE" and not getattr(tokenizer, TIDIES_BYTE_PAIRS, False)
     return None if tokenizer.clean_up_tokenization_spaces and not is_byte_pair else backend
 

@@ -31,7 +31,7 @@ from parallm.model.settings import ModelSettings
 from parallm.model.shared_model import SharedModel
 from parallm.reports import UpdateReport
 from parallm.rollout.episode import Episode, trajectory_of
-from parallm.run.heap import frozen_heap
+from parallm.run.runtime import frozen_heap
 from parallm.types import BASE, Completion, GenerationRequest, Problem, SamplingParams, TrajectoryGroup
 
 Result = TypeVar("Result")

@@ -132,6 +132,6 @@ def test_text_that_cannot_be_written_behind_the_turn_is_refused(tokenizer: ChatT
         def decode(self, tokens: list[int], **options: Any) -> str:
             return ""
 
-    tokenizer._tokenizer = Mute()
+    tokenizer._tokenizer = tokenizer._backend = Mute()
     with pytest.raises(InvalidRequest, match="cannot write '12' after"):
         reply_tokens(tokenizer, [QUESTION, said("x")], (3,), [said("12")])
