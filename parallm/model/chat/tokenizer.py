@@ -221,7 +221,7 @@ class ChatTokenizer:
 def _backend_of(tokenizer: Any) -> Any:
     """The Rust tokenizer, if it alone makes the text; else None. It takes a fifth of the time of transformers around
     it, and decodes rows without the interpreter's lock."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     # by names: the process may hold transformers twice (`device/own_transformers.py`)
     modules = [getattr(type(tokenizer), name).__module__ for name in ("decode", "_decode") if backend is not None]
     if not modules or not all(module.startswith(OF_TRANSFORMERS) for module in modules):
