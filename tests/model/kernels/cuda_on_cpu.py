@@ -18,6 +18,7 @@ from parallm.model.kernels.compiler import FOLDER, Defines, source_of
 from tests.model.kernels.test_launches import parameters
 
 HEADER = Path(__file__).with_suffix(".h")
+WARPGROUPS = HEADER.with_name("warpgroups_on_cpu.h")
 ASSEMBLER = ("prelude.cuh", "mma.cuh", "matrices.cuh", "tf32.cuh", "wgmma.cuh", "peer_words.cuh")
 """What the header has of its own."""
 SUBSTITUTES = {
@@ -67,6 +68,9 @@ class CpuKernels:
     def _compile(self, name: str, defines: Defines) -> ctypes.CDLL:
         mutant, old, new = self.mutation
         source = source_of(name, defines)
+        headers = [f'#include "{HEADER.name}"']
+        if (FOLDER / "wgmma.cuh").read_text() in source:
+            headers.append(f'#include "{WARPGROUPS}"')
         for header in ASSEMBLER:
             source = source.replace((FOLDER / header).read_text(), "")
         if name == mutant:
@@ -80,7 +84,7 @@ class CpuKernels:
         given, kept = (", ".join(start + parameter for _, parameter in wanted) for start in ("", "arguments."))
         path = self._folder / f"{name}_{len(self._libraries)}.cpp"
         path.write_text(
-            f'#include "{HEADER.name}"\n#define INFINITY HUGE_VALF\n{source}\n'
+            "\n".join(headers) + f"\n#define INFINITY HUGE_VALF\n{source}\n"
             f"struct Arguments {{\n{members}}} arguments;\n"
             f'extern "C" void launch_kernel(int blocks, int threads, unsigned shared, int seed, {declared}) {{\n'
             f"  arguments = {{{given}}};\n  launch(blocks, threads, shared, seed, [] {{ {name}({kept}); }});\n}}\n"
