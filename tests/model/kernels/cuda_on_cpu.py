@@ -32,6 +32,10 @@ ALIGNMENT = 256
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
 
+_compiled: dict[str, Path] = {}
+"""The library of each source that this process has compiled."""
+
+
 class CpuKernels:
     """Stands in for `cuda.kernel`. Kernels write into inputs too, as on a GPU."""
 
@@ -82,15 +86,20 @@ class CpuKernels:
         declared = ", ".join(f"{kind} {parameter}" for kind, parameter in wanted)
         members = "".join(f"{kind} {parameter};\n" for kind, parameter in wanted)
         given, kept = (", ".join(start + parameter for _, parameter in wanted) for start in ("", "arguments."))
-        path = self._folder / f"{name}_{len(self._libraries)}.cpp"
-        path.write_text(
+        content = (
             "\n".join(headers) + f"\n#define INFINITY HUGE_VALF\n{source}\n"
             f"struct Arguments {{\n{members}}} arguments;\n"
             f'extern "C" void launch_kernel(int blocks, int threads, unsigned shared, int seed, {declared}) {{\n'
             f"  arguments = {{{given}}};\n  launch(blocks, threads, shared, seed, [] {{ {name}({kept}); }});\n}}\n"
         )
+        path = self._folder / f"{name}_{len(self._libraries)}.cpp"
         library = path.with_suffix(".so")
-        _run("-shared", "-I", _compiled_header().name, "-o", library, path)
+        if content in _compiled:
+            shutil.copy(_compiled[content], library)  # each copy has variables of its own once it is loaded
+        else:
+            path.write_text(content)
+            _run("-shared", "-I", _compiled_header().name, "-o", library, path)
+            _compiled[content] = library
         return ctypes.CDLL(str(library))
 
 
