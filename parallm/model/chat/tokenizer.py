@@ -222,9 +222,11 @@ def _backend_of(tokenizer: Any) -> Any:
     """The Rust tokenizer, if it alone makes the text; else None. It takes a fifth of the time of transformers around
     it, and decodes rows without the interpreter's lock."""
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return None
     # by names: the process may hold transformers twice (`device/own_transformers.py`)
-    modules = [getattr(type(tokenizer), name).__module__ for name in ("decode", "_decode") if backend is not None]
-    if not modules or not all(module.startswith(OF_TRANSFORMERS) for module in modules):
+    modules = [getattr(type(tokenizer), name).__module__ for name in ("decode", "_decode")]
+    if not all(module.startswith(OF_TRANSFORMERS) for module in modules):
         return None
     is_byte_pair = type(backend.model).__name__ == "BPE" and not getattr(tokenizer, TIDIES_BYTE_PAIRS, False)
     return None if tokenizer.clean_up_tokenization_spaces and not is_byte_pair else backend
