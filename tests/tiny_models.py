@@ -48,8 +48,7 @@ GATED_DELTA = DENSE | {
     "linear_conv_kernel_dim": 4,
     "full_attention_interval": 2,
     "tie_word_embeddings": False,
-    # all of a head is rotated: MLX's CUDA build launches no rotation of a quarter of 16 values
-    "rope_parameters": {"type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
+    "head_dim": 64,  # of which a quarter is rotated; MLX's CUDA build cannot launch that of a quarter of 16
 }
 LATENT = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
 MAMBA2 = {
@@ -275,7 +274,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 32,
         "shared_expert_intermediate_size": 32,
         "norm_topk_prob": True,
-        "partial_rotary_factor": 1.0,
+        "partial_rotary_factor": 0.25,
     },
     "olmo_hybrid": DENSE
     | {

@@ -148,10 +148,11 @@ def test_what_is_refused_to_a_role_is_refused_by_the_server_too(server: Server, 
     page.get_by_role("button", name="Roll back").evaluate("one => { one.disabled = false; one.click(); }")
     page.get_by_role("dialog").get_by_role("button", name="Roll back").click()
     expect(page.locator(".done")).to_contain_text("refused. this route needs a key with the role admin")
-    ends = time.monotonic() + 5  # it is written after the answer, and steps of the run beside it
-    while not (refused := [row for row in server.happenings if row["refused"]]) and time.monotonic() < ends:
+    ends, refused = time.monotonic() + 5, list[str]()
+    while not refused and time.monotonic() < ends:  # written after the answer, and steps of the run beside it
         time.sleep(0.05)
-    assert refused
+        refused = [row["text"] for row in server.happenings if row["refused"] and row["by"] == "training"]
+    assert ["rolled back" in text for text in refused] == [True]
 
 
 def test_training_is_paused_stepped_saved_evaluated_and_resumed(server: Server, open_page: OpenPage) -> None:
