@@ -232,7 +232,7 @@ def test_a_step_is_launched_before_the_one_before_is_read_and_none_behind_the_la
     load_tiny: LoadTiny, ask: Ask, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_engine(load_tiny("llama"), async_scheduling=True)
-    engine.add(ask("a", PROMPT, 4, n=3, temperature=1.0), False)
+    engine.add(ask("a", PROMPT, 4, n=3, temperature=1.0, seed=1), False)
     engine.step("serving")
     order: list[str] = []
     launch, wait = mx.async_eval, mx.eval
