@@ -10,7 +10,6 @@ Axes: B rows, T tokens, H hidden.
 """
 
 import copy
-import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +30,7 @@ from parallm.model.kernels import sum_add_norm
 from parallm.model.kernels.all_sum import PeerMemory, all_sum, fits
 from parallm.model.kernels.cuda import on_cuda
 from parallm.model.lora.linear import LoraLinear
-from parallm.model.patches.forward import FusedAdd
+from parallm.model.patches.forward import AddNorm, FusedAdd, fuse_norms
 
 CUT_BY_OUTPUTS: Mapping[type[nn.Module], type[nn.Module]] = {
     AllToShardedLinear: nn.Linear,
@@ -92,22 +91,28 @@ class TensorParallel:
         return summed_BTH
 
     def output(self, y_BTH: mx.array) -> mx.array:
-        """The whole output of a layer, of which this rank computed `y_BTH`. In a decode step the residual add and its
-        norm stay one kernel, which sums over the ranks as well where it can."""
-        whole_BTH = self.summed(y_BTH)
-        if y_BTH.shape[1] > 1 or not on_cuda():
-            return whole_BTH
-        parts_SBTH, kernel = whole_BTH[None], None
+        """The whole output of a layer, of which this rank computed `y_BTH`. Sums, and the residual stream from norm to
+        norm, are float32; see `sum_add_norm.py`, whose kernel makes those of a decode step where it can."""
+        whole_BTH = self.summed(y_BTH.astype(mx.float32))
+        parts_SBTH: mx.array = whole_BTH[None]
+        kernel: AddNorm = add_norm
         if self.ranks.peers is not None:
             own_SBTH = y_BTH.parts if isinstance(y_BTH, FusedAdd) else None
             own_SBTH = y_BTH[None] if own_SBTH is None else own_SBTH
             if sum_add_norm.fits(own_SBTH, y_BTH):
                 parts_SBTH, kernel = own_SBTH, partial(sum_add_norm.sum_add_norm, peers=self.ranks.peers)
-        return FusedAdd(whole_BTH, partial(operator.add, whole_BTH), parts_SBTH, kernel)
+        output_BTH = whole_BTH.astype(y_BTH.dtype)
+        return FusedAdd(output_BTH, lambda stream: (whole_BTH + stream).astype(y_BTH.dtype), parts_SBTH, kernel)
 
     def _part(self, array: mx.array, axis: int) -> mx.array:
         parts: list[mx.array] = mx.split(array, self.ranks.group.size(), axis=axis)
         return mx.contiguous(parts[self.ranks.group.rank()])
+
+
+def add_norm(parts_SBTH: mx.array, stream_BTH: mx.array, weight_H: mx.array, eps: float) -> tuple[mx.array, mx.array]:
+    """The stream after its only part, both float32, and its RMSNorm, (B, T, H) in the weight's type."""
+    sums_BTH = parts_SBTH[0] + stream_BTH
+    return sums_BTH, mx.fast.rms_norm(sums_BTH, weight_H, eps).astype(weight_H.dtype)
 
 
 class SummedLinear(nn.Module):
@@ -170,6 +175,7 @@ def sum_outputs(base: nn.Module, parallel: TensorParallel) -> None:
         if isinstance(layer, LoraLinear) and layer.merged is not None:
             layer.merged.whole = parallel.output
     base.update_modules(tree_unflatten([(name, SummedLinear(layer, parallel)) for name, layer in layers]))
+    fuse_norms(base)
 
 
 def _plain(layer: nn.Module, kind: type[nn.Module]) -> nn.Module:

@@ -1,6 +1,6 @@
 """One of several ranks: the logits of bases that are divided, for `test_tensor_parallel.py`.
 
-`python -m tests.distributed.rank_logits OUTPUT MODEL:QUANTIZED ...`; rank 0 writes them.
+`python -m tests.distributed.rank_logits OUTPUT MODEL:QUANTIZED:DTYPE ...`; rank 0 writes them.
 """
 
 import sys
@@ -25,6 +25,11 @@ from parallm.model.tensor_parallel import Ranks  # noqa: E402
 TOKENS = (1, 5, 9, 22, 7, 3, 8, 11, 60, 61, 62)
 
 
+def settings_of(case: str) -> ModelSettings:
+    path, quantized, dtype = case.split(":")
+    return ModelSettings(path=path, quantized=quantized, dtype=dtype)  # type: ignore[arg-type]  # it checks
+
+
 def logits_of(model: SharedModel) -> Mapping[str, np.ndarray]:
     """Logits (T, V) of a prompt by the base, by an adapter, and by rows of two adapters and the base."""
     adapters = [adapter_of(model, version) for version in (1, 2)]
@@ -38,7 +43,7 @@ def logits_of(model: SharedModel) -> Mapping[str, np.ndarray]:
     for name, lora in bindings.items():
         tokens_BT = mx.array([TOKENS] * (3 if name == "mixed" else 1))
         hidden_BTH = model.hidden(tokens_BT, model.make_cache(), lora)
-        logits[name] = np.array(model.head(hidden_BTH.flatten(0, 1)))
+        logits[name] = np.array(model.head(hidden_BTH.flatten(0, 1)).astype(mx.float32))
     return logits
 
 
@@ -56,9 +61,7 @@ def main() -> None:
     output, *cases = sys.argv[1:]
     results: dict[str, np.ndarray] = {}
     for case in cases:
-        path, quantized = case.split(":")
-        settings = ModelSettings(path=path, quantized=quantized)  # type: ignore[arg-type]  # it checks
-        model = load_shared_model(settings, Ranks(group=group))
+        model = load_shared_model(settings_of(case), Ranks(group=group))
         results |= {f"{case} {name}": logits for name, logits in logits_of(model).items()}
         results[f"{case} sha256"] = np.array(model.sha256)
         results[f"{case} bytes"] = np.array(sum(layer.nbytes for layer in weights_of(model)))

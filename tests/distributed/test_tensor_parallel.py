@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.convert import convert
@@ -31,7 +32,7 @@ from parallm.run.serve import checked, open_serving
 from parallm.server.operation.http_server import Listener
 from tests import conftest
 from tests.distributed.conftest import ROOT, free_ports
-from tests.distributed.rank_logits import adapter_of, logits_of, weights_of
+from tests.distributed.rank_logits import adapter_of, logits_of, settings_of, weights_of
 from tests.tiny_models import write_model
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
@@ -41,6 +42,8 @@ LIMIT_SECONDS = 120
 LITTLE = 16 * 96 * 512
 """Bytes of keys and values for a part of the requests that come at once."""
 EXCHANGE_FAILED = 75
+IN_A_LAYER = 0.25
+"""Times the weights of tiny models, so that a layer adds as little to the residual stream as in a real one."""
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +66,8 @@ def ring(folder: Path, size: int) -> list[dict[str, str]]:
     return [usual | {"MLX_RANK": str(rank)} for rank in range(size)]
 
 
-def test_logits_of_two_ranks_are_those_of_one(folders: Mapping[str, Path], tmp_path: Path) -> None:
-    cases = [f"{folders[name]}:auto" for name in ARCHITECTURES] + [f"{folders['llama-4']}:packed"]
+def logits_of_two_ranks(tmp_path: Path, cases: Sequence[str]) -> Mapping[str, np.ndarray]:
+    """What rank 0 writes."""
     output = tmp_path / "logits.npz"
     command = [sys.executable, "-m", "tests.distributed.rank_logits", str(output), *cases]
     ranks = [subprocess.Popen(command, env=environment) for environment in ring(tmp_path, 2)]
@@ -73,16 +76,35 @@ def test_logits_of_two_ranks_are_those_of_one(folders: Mapping[str, Path], tmp_p
     finally:
         for rank in ranks:
             rank.kill()
-    divided = np.load(output)
+    return dict(np.load(output))
+
+
+def test_logits_of_two_ranks_are_those_of_one(folders: Mapping[str, Path], tmp_path: Path) -> None:
+    cases = [f"{folders[name]}:auto:auto" for name in ARCHITECTURES] + [f"{folders['llama-4']}:packed:auto"]
+    divided = logits_of_two_ranks(tmp_path, cases)
     for case in cases:
-        path, quantized = case.split(":")
-        whole = load_shared_model(ModelSettings(path=path, quantized=quantized))  # type: ignore[arg-type]
+        whole = load_shared_model(settings_of(case))
         logits = logits_of(whole)
         for name, expected in logits.items():
             np.testing.assert_allclose(divided[f"{case} {name}"], expected, atol=4e-5)
         assert np.abs(logits["lora"] - logits["base"]).max() > 1  # what a wrong part of an adapter would change
         assert str(divided[f"{case} sha256"]) == whole.sha256
         assert int(divided[f"{case} bytes"]) * 2 == sum(layer.nbytes for layer in weights_of(whole))
+
+
+def test_two_ranks_in_bfloat16_are_nearer_to_float32_than_one(tmp_path: Path) -> None:
+    write_model(tmp_path, "llama", **WIDE, num_hidden_layers=24)
+    file = str(tmp_path / "model.safetensors")
+    weights = {name: array * (IN_A_LAYER if ".layers." in name else 1) for name, array in mx.load(file).items()}
+    mx.save_safetensors(file, {name: array.astype(mx.bfloat16) for name, array in weights.items()})
+    cases = [f"{tmp_path}:auto:{dtype}" for dtype in ("bfloat16", "float32")]
+    divided = logits_of_two_ranks(tmp_path, cases[:1])[f"{cases[0]} base"]
+    whole, exact = (logits_of(load_shared_model(settings_of(case)))["base"] for case in cases)
+    assert rms(divided - exact) < 0.5 * rms(whole - exact)
+
+
+def rms(difference_TV: np.ndarray) -> float:
+    return float(np.sqrt(np.square(difference_TV).mean()))
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@
 // T type of all arrays but the parts, SPLITS parts, SIZE of H; THREADS and CHUNKS vectors of a thread are those of MLX's
 // kernel, so that sums of squares have its order.
 #include "pack.cuh"
+#include "row_scale.cuh"
 
 extern "C" __global__ void add_norm(const Y* y, const T* other, const T* weight, T* sums, T* normed, float eps,
                                     int rows) {
@@ -11,8 +12,6 @@ extern "C" __global__ void add_norm(const Y* y, const T* other, const T* weight,
   struct alignas(16) Given {
     Y values[P::size];
   };
-  constexpr int warps = THREADS / 32;
-  __shared__ float of_warp[warps];
   const int64_t row = blockIdx.x;
   P stream[CHUNKS];
   float squares = 0.0f;
@@ -43,15 +42,7 @@ extern "C" __global__ void add_norm(const Y* y, const T* other, const T* weight,
       squares += value * value;
     }
   }
-  auto added = [](float value) {
-    for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(0xffffffffu, value, step);
-    return value;
-  };
-  squares = added(squares);
-  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = squares;
-  __syncthreads();
-  squares = added(threadIdx.x % 32 < warps ? of_warp[threadIdx.x % 32] : 0.0f);
-  const float scale = rsqrtf(squares / SIZE + eps);
+  const float scale = row_scale(squares, eps);
 #pragma unroll
   for (int c = 0; c < CHUNKS; c++) {
     const int start = (c * THREADS + threadIdx.x) * P::size;

@@ -46,10 +46,10 @@ def tried(peers: PeerMemory, gather: Callable[[bytes], Sequence[bytes]]) -> Peer
 def _pairs(peers: PeerMemory, call: int, rows: int) -> list[tuple[mx.array, mx.array]]:
     """The results of the kernels, and the right ones."""
     parts = [_normal(1 + 100 * call + rank, SPLITS, rows, 1, HIDDEN) for rank in range(peers.size)]
-    stream_B1H, weight_H = _normal(50 + 100 * call, rows, 1, HIDDEN).astype(HALF), mx.ones(HIDDEN, HALF)
+    stream_B1H, weight_H = _normal(50 + 100 * call, rows, 1, HIDDEN), mx.ones(HIDDEN, HALF)
     sent = [parts_SB1H.sum(axis=0).astype(HALF) for parts_SB1H in parts]
     whole_B1H = sum(one.astype(mx.float32) for one in sent)
-    added_B1H = (whole_B1H + stream_B1H).astype(HALF)
+    added_B1H = whole_B1H + stream_B1H
     sums_B1H = all_sum(sent[peers.rank], peers)
     mx.eval(sums_B1H)  # two sums that do not depend on each other must not run at once
     found = sum_add_norm(parts[peers.rank], stream_B1H, weight_H, EPS, peers=peers)

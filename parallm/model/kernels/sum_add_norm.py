@@ -2,7 +2,7 @@
 
 A product of few rows comes in parts. By themselves the sum of parts, the sum over ranks, and the add with its norm are
 three kernels, of which each waits for the one before: here there is one, 160 times a step of 80 layers. Each rank's
-output is rounded, as what it sends has half the bytes then; what follows is rounded once.
+output is rounded, as what it sends has half the bytes then; the sum and the stream stay float32.
 
 Axes: B rows, T tokens, H hidden, S parts of a sum.
 """
@@ -16,12 +16,12 @@ from parallm.model.kernels.cuda import VECTOR_BYTES, kernel
 MAX_THREADS = 1024  # of a block, which has a row
 
 
-def fits(parts_SBTH: mx.array, stream_BTH: mx.array) -> bool:
-    """Whether `sum_add_norm` can compute these, of one token a row, on this device."""
-    vectors = _vectors(stream_BTH)
+def fits(parts_SBTH: mx.array, output_BTH: mx.array) -> bool:
+    """Whether `sum_add_norm` can compute these, the parts of an output of one token a row, on this device."""
+    vectors = output_BTH.shape[-1] * output_BTH.dtype.size // VECTOR_BYTES  # of a row
     return (
-        add_norm.fits(parts_SBTH, stream_BTH)
-        and all_sum.fits(stream_BTH)
+        add_norm.fits(parts_SBTH, output_BTH)
+        and all_sum.fits(output_BTH)
         and vectors % WARP == 0
         and vectors <= MAX_THREADS
     )
@@ -30,12 +30,13 @@ def fits(parts_SBTH: mx.array, stream_BTH: mx.array) -> bool:
 def sum_add_norm(
     parts_SBTH: mx.array, stream_BTH: mx.array, weight_H: mx.array, eps: float, *, peers: PeerMemory
 ) -> tuple[mx.array, mx.array]:
-    """The sum of all parts of all ranks and the stream, and its RMSNorm, both (B, T, H) in the stream's type: the same
-    bits at each rank. All ranks call it in the same order, and each call depends on the sum before."""
+    """The sum of all parts of all ranks and the stream, (B, T, H) in float32, and its RMSNorm, (B, T, H) in the
+    weight's type: the same bits at each rank. All ranks call it in the same order, and each call depends on the sum
+    before."""
     splits, *rows, size = parts_SBTH.shape
-    threads = _vectors(stream_BTH)
+    threads = size * weight_H.dtype.size // VECTOR_BYTES
     defines = (
-        ("T", stream_BTH.dtype),
+        ("T", weight_H.dtype),
         ("Y", parts_SBTH.dtype),
         ("SPLITS", splits),
         ("SIZE", size),
@@ -44,16 +45,11 @@ def sum_add_norm(
     )
     num_rows = rows[0] * rows[1]
     sums_BTH, normed_BTH = kernel("sum_add_norm", defines)(
-        [parts_SBTH, stream_BTH, weight_H, peers.addresses],
+        [parts_SBTH, stream_BTH.astype(mx.float32), weight_H, peers.addresses],
         [float(eps), num_rows],
         grid=(num_rows * threads, 1, 1),
         threadgroup=(threads, 1, 1),
         output_shapes=[stream_BTH.shape] * 2,
-        output_dtypes=[stream_BTH.dtype] * 2,
+        output_dtypes=[mx.float32, weight_H.dtype],
     )
     return sums_BTH, normed_BTH
-
-
-def _vectors(stream_BTH: mx.array) -> int:
-    """Vectors of a row."""
-    return stream_BTH.shape[-1] * stream_BTH.dtype.size // VECTOR_BYTES

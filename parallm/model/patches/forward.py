@@ -27,7 +27,8 @@ from parallm.model.logprobs import is_slow, sigmoid
 from parallm.model.quantized import UnpackingEmbedding
 
 AddNorm = Callable[[mx.array, mx.array, mx.array, float], tuple[mx.array, mx.array]]
-"""Adds parts (S, B, T, H) to the stream, and norms it with a weight and its eps; returns the stream and its norm."""
+"""Adds parts (S, B, T, H) to the stream, and norms it with a weight and its eps; returns the stream and its norm in the
+weight's type."""
 TRUNK_NAMES = ("model", "transformer", "backbone")
 
 _mlx_lm_attention = mlx_lm_base.scaled_dot_product_attention
@@ -65,11 +66,17 @@ def install_forward(model: nn.Module) -> None:
             if getattr(module, name, None) is original:
                 setattr(module, name, replacement)
     if has_kernels():
+        fuse_norms(model)
         for layer in model.modules():
-            if type(layer) is nn.RMSNorm:
-                layer.__class__ = FusedNorm
-            elif type(layer) in EMBEDDINGS:
+            if type(layer) in EMBEDDINGS:
                 layer.__class__ = EMBEDDINGS[type(layer)]
+
+
+def fuse_norms(model: nn.Module) -> None:
+    """Let the norms of `model` ask for the origin of the stream; safe to repeat."""
+    for layer in model.modules():
+        if type(layer) is nn.RMSNorm:
+            layer.__class__ = FusedNorm
 
 
 class RowEmbedding(nn.Embedding):
@@ -212,7 +219,7 @@ class FusedAdd(mx.array):
 
     mlx-lm's layers end with `x + self.mlp(...)`, and one kernel does both: Python asks the operand of the derived class
     first. With `parts` (S, B, T, H), whose sum is `value`, the norm after that add can be part of the kernel, too. With
-    `kernel` it is that one, and `value` is the sum over other processes as well.
+    `kernel` it is that one, `value` is the sum over other processes as well, and the stream may be of a wider type.
     """
 
     def __init__(
@@ -230,10 +237,12 @@ class FusedAdd(mx.array):
     def __radd__(self, other: Any) -> mx.array:
         if isinstance(other, mx.array) and other.shape == self.shape and other.dtype == self.dtype:
             match origin_of(other):
-                case ResidualSum(value_BTH=mx.array() as value):
+                case ResidualSum(value_BTH=mx.array() as value) if (
+                    self._kernel is not None or value.dtype == self.dtype
+                ):
                     other = value
             total = self._added_to(other)
-            if self.parts is not None and fits(self.parts, other):
+            if self.parts is not None and (self._kernel or fits(self.parts, other)):
                 set_origin(total, ResidualSum(parts_SBTH=self.parts, before_BTH=other, kernel=self._kernel))
             return total
         return super().__radd__(other)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import Lock
 from typing import Any
 
 import mlx.core as mx
@@ -29,11 +30,16 @@ SUBSTITUTES = {
 }
 COMPILER = ("g++", "-std=c++17", "-Og", "-w", "-fPIC")
 ALIGNMENT = 256
+_header_lock = Lock()
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
 
 _compiled: dict[str, Path] = {}
 """The library of each source that this process has compiled."""
+
+
+class NeverEnds(Exception):
+    """A kernel waits for a word that no rank sends."""
 
 
 class CpuKernels:
@@ -51,6 +57,7 @@ class CpuKernels:
         if key not in self._libraries:
             self._libraries[key] = self._compile(name, defines)
         function = self._libraries[key].launch_kernel
+        function.restype = ctypes.c_bool
 
         def run(inputs: Sequence[mx.array], scalars: Sequence[Any], **launch: Any) -> list[mx.array]:
             originals = [np.asarray(array) for array in inputs]
@@ -62,7 +69,8 @@ class CpuKernels:
             pointers = [array.ctypes.data_as(ctypes.c_void_p) for array in (*arrays, *outputs)]
             numbers = [ctypes.c_float(one) if isinstance(one, float) else ctypes.c_int(one) for one in scalars]
             threads = launch["threadgroup"][0]
-            function(launch["grid"][0] // threads, threads, shared_memory, self.seed, *pointers, *numbers)
+            if not function(launch["grid"][0] // threads, threads, shared_memory, self.seed, *pointers, *numbers):
+                raise NeverEnds(name)
             for original, array in zip(originals, arrays, strict=True):
                 original[...] = array
             return [mx.array(output) for output in outputs]
@@ -89,8 +97,9 @@ class CpuKernels:
         content = (
             "\n".join(headers) + f"\n#define INFINITY HUGE_VALF\n{source}\n"
             f"struct Arguments {{\n{members}}} arguments;\n"
-            f'extern "C" void launch_kernel(int blocks, int threads, unsigned shared, int seed, {declared}) {{\n'
-            f"  arguments = {{{given}}};\n  launch(blocks, threads, shared, seed, [] {{ {name}({kept}); }});\n}}\n"
+            f'extern "C" bool launch_kernel(int blocks, int threads, unsigned shared, int seed, {declared}) {{\n'
+            f"  arguments = {{{given}}};\n"
+            f"  return launch(blocks, threads, shared, seed, [] {{ {name}({kept}); }});\n}}\n"
         )
         path = self._folder / f"{name}_{len(self._libraries)}.cpp"
         library = path.with_suffix(".so")
@@ -103,9 +112,14 @@ class CpuKernels:
         return ctypes.CDLL(str(library))
 
 
-@cache
 def _compiled_header() -> TemporaryDirectory[str]:
     """A folder with the header as g++ has read it, which takes it half a second. It goes with the process."""
+    with _header_lock:  # ranks are threads that begin at once
+        return _compile_header()
+
+
+@cache
+def _compile_header() -> TemporaryDirectory[str]:
     folder = TemporaryDirectory()
     _run("-x", "c++-header", "-o", Path(folder.name) / f"{HEADER.name}.gch", HEADER)
     return folder

@@ -405,9 +405,9 @@ def sum_over_ranks(dtype: mx.Dtype) -> None:
 
 def add_norm_over_ranks(dtype: mx.Dtype, *, size: int, splits: int, ranks: int) -> None:
     half = mx.bfloat16 if dtype == mx.float32 else dtype
-    parts, stream = mx.zeros((splits, 5, 1, size), half if splits == 1 else mx.float32), mx.zeros((5, 1, size), half)
-    assert sum_add_norm.fits(parts, stream)
-    sum_add_norm.sum_add_norm(parts, stream, mx.ones(size, half), 1e-5, peers=peers_of(ranks))
+    parts, output = mx.zeros((splits, 5, 1, size), half if splits == 1 else mx.float32), mx.zeros((5, 1, size), half)
+    assert sum_add_norm.fits(parts, output)
+    sum_add_norm.sum_add_norm(parts, mx.zeros(output.shape), mx.ones(size, half), 1e-5, peers=peers_of(ranks))
 
 
 def peers_of(size: int) -> all_sum.PeerMemory:

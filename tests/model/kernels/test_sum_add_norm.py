@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from threading import Barrier
@@ -14,7 +15,7 @@ import parallm.model.kernels.peer_trial as trial
 from parallm.model.kernels import all_sum, sum_add_norm
 from parallm.model.kernels.all_sum import PeerMemory, num_bytes
 from parallm.model.kernels.compiler import Defines
-from tests.model.kernels.cuda_on_cpu import CpuKernels, needs_compiler
+from tests.model.kernels.cuda_on_cpu import CpuKernels, NeverEnds, needs_compiler
 
 HIDDEN, SPLITS, EPS, SEED = 512, 2, 1e-5, 3
 CALLS = (("norm", 3), ("norm", 1), ("sum", 3), ("norm", 2), ("sum", 1), *(("norm", 3),) * 3)
@@ -86,7 +87,7 @@ def random_calls(size: int) -> list[list[list[mx.array]]]:
     common = [(normal(rows, 1, HIDDEN), normal(HIDDEN)) for _, rows in CALLS]
     calls = [
         [
-            [normal(SPLITS, rows, 1, HIDDEN), *(array.astype(np.float16) for array in shared)]
+            [normal(SPLITS, rows, 1, HIDDEN), shared[0], shared[1].astype(np.float16)]
             if kind == "norm"
             else [normal(rows, 1, HIDDEN).astype(np.float16)]
             for (kind, rows), shared in zip(CALLS, common, strict=True)
@@ -110,10 +111,9 @@ def expected(arrays: Sequence[Sequence[list[mx.array]]]) -> Results:
             results.append(total.astype(np.float16))
             continue
         _, stream, weight = (np.array(array).astype(np.float32) for array in of_ranks[0])
-        added = (total + stream).astype(np.float16)
-        scale = 1 / np.sqrt(np.square(added.astype(np.float32)).mean(-1, keepdims=True) + EPS)
-        normed = weight * (added.astype(np.float32) * scale).astype(np.float16).astype(np.float32)
-        results += [added, normed.astype(np.float16)]
+        added = total + stream
+        scale = 1 / np.sqrt(np.square(added).mean(-1, keepdims=True) + EPS)
+        results += [added, (weight * (added * scale)).astype(np.float16)]
     return results
 
 
@@ -140,7 +140,8 @@ def test_what_is_not_waited_for_is_found(mutant: str, ranks: Ranks, size: int) -
     for kernels in ranks.kernels:
         kernels.mutation = ("sum_add_norm", *MUTANTS[mutant])
     arrays = random_calls(size)
-    assert not agree(ranks.run(arrays), expected(arrays))
+    with suppress(NeverEnds):  # a rank that is ahead has written over what another waits for
+        assert not agree(ranks.run(arrays), expected(arrays))
 
 
 def try_all(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> list[PeerMemory | None]:
@@ -173,6 +174,6 @@ def test_sums_that_are_right_are_used(ranks: Ranks, monkeypatch: pytest.MonkeyPa
 def test_all_ranks_go_through_nccl_if_the_sums_of_one_are_wrong(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ranks.kernels[1].mutation = "sum_add_norm", "T(total[j] + float(before", "T(total[j] + 2 * float(before"
+    ranks.kernels[1].mutation = "sum_add_norm", "total[j] + before", "total[j] + 2 * before"
     assert try_all(ranks, monkeypatch) == [None, None]
     assert "sums between GPUs go through NCCL, which takes longer: sums differ by" in caplog.text
