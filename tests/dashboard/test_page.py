@@ -72,6 +72,19 @@ def test_another_epoch_makes_the_page_read_anew(open_page: OpenPage) -> None:
         expect(page.locator(".step")).to_have_text("step 120 of 240", timeout=10_000)
 
 
+def test_what_could_not_be_read_anew_is_read_again(open_page: OpenPage) -> None:
+    with Stage(Answers()) as stage:
+        page = open_page(stage).page
+        expect(page.locator(".step")).to_have_text("step 200 of 400")
+        stage.answers = Answers(num_steps=250)
+        stage.refusals["/v1/runs/current/history"] = (503, "busy")
+        with page.expect_response(lambda answer: answer.status == 503):
+            stage.tell("lost", {})
+        expect(page.locator(".step")).to_have_text("step 200 of 400")
+        del stage.refusals["/v1/runs/current/history"]
+        expect(page.locator(".step")).to_have_text("step 250 of 400", timeout=10_000)
+
+
 def test_a_key_is_asked_for_and_goes_out_as_a_header_only(open_page: OpenPage) -> None:
     with Stage(Answers()) as stage:
         stage.refusals["/v1/session"] = (401, "this server needs an API key")

@@ -95,10 +95,12 @@ async function watch() {
       if (error instanceof Refused && [403, 404].includes(error.status)) return stop("off");
     }
     connect("lost");
-    await new Promise((resolve) => setTimeout(resolve, 1000 * WAITS[Math.min(failures, WAITS.length - 1)]));
+    await pause(failures);
     if (!stream || stream.signal.aborted) return;
   }
 }
+
+const pause = (failures) => new Promise((resolve) => setTimeout(resolve, 1000 * WAITS[Math.min(failures, WAITS.length - 1)]));
 
 function stop(connection) {
   stream?.abort();
@@ -149,9 +151,20 @@ function receive(event, data) {
   else tell(event, data);
 }
 
+let asked = 0;
+
+/** Read all anew, until the server answers or somebody asks again. */
 async function refresh() {
-  await readSession().catch(() => {});
-  await readAnew().catch(() => {});
+  const own = ++asked;
+  for (let failures = 0; own === asked; failures++) {
+    try {
+      await readSession();
+      return await readAnew();
+    } catch (error) {
+      if (!(error instanceof Refused) || (error.status > 0 && error.status < 500)) return;
+    }
+    await pause(failures);
+  }
 }
 
 /** Seconds since the newest event, null where nothing is awaited. */
