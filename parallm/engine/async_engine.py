@@ -23,9 +23,9 @@ class AsyncEngine:
         self._device = device
         self._loop = loop
         self._engine: Engine | None = None
-        self._names: set[str] = set()  # request ids in use
+        self._names: dict[str, Channel] = {}  # by request id
         self._count = itertools.count()
-        self._channels: dict[str, asyncio.Queue[Delivery]] = {}  # by the id that the engine knows
+        self._channels: dict[str, Channel] = {}  # by the id that the engine knows
 
     def attach(self, engine: Engine) -> None:
         """Start to serve; before this every request is refused."""
@@ -102,6 +102,10 @@ class AsyncEngine:
         the request. Raises as `generate`."""
         return self._events([request], is_streaming=True)
 
+    def over(self, request_id: str) -> asyncio.Future[None]:
+        """Done once the end of a running request is here to be read."""
+        return self._names[request_id].over
+
     async def rows(self) -> list[EngineRow]:
         """Return all completions that decode or wait. Raises EngineStopped."""
         engine = self.attached
@@ -143,22 +147,23 @@ class AsyncEngine:
         names = {request.request_id for request in requests}
         for request in requests:
             _validate(request, engine)
-        if len(names) < len(requests) or names & self._names:
+        if len(names) < len(requests) or names & self._names.keys():
             raise InvalidRequest(f"of the request ids {sorted(names)[:8]} one is in use", "request_id")
         # The engine gets ids that no request had before: an event of an aborted request may still be on its way here
         own = {f"{request.request_id}/{next(self._count)}": request for request in requests}
-        channel: asyncio.Queue[Delivery] = asyncio.Queue()
-        self._names |= names
-        self._channels |= dict.fromkeys(own, channel)
         unfinished = sum(request.n for request in requests)
+        channel = Channel(unfinished)
+        self._names |= dict.fromkeys(names, channel)
+        self._channels |= dict.fromkeys(own, channel)
         try:
             await self._call(lambda engine: _add_all(engine, own, is_streaming))
             while unfinished:
-                for event in joined(await _received(channel)):
+                for event in joined(await channel.received()):
                     unfinished -= event.completion is not None
                     yield _named(event, own[event.request_id].request_id)
         finally:
-            self._names -= names
+            for name in names:
+                del self._names[name]
             for name in own:
                 del self._channels[name]
             if unfinished and self._device.is_alive:
@@ -176,7 +181,7 @@ class AsyncEngine:
     def _put(self, deliveries: Sequence[tuple[str, Delivery]]) -> None:
         for request_id, delivery in deliveries:
             if request_id in self._channels:
-                self._channels[request_id].put_nowait(delivery)
+                self._channels[request_id].put(delivery)
 
     @property
     def attached(self) -> Engine:
@@ -184,6 +189,42 @@ class AsyncEngine:
         if self._engine is None or not self._device.is_alive:
             raise EngineStopped("the engine is not running; wait until the model is loaded, or restart the process")
         return self._engine
+
+
+class Channel:
+    """What the engine delivers for some requests, until the task that reads it comes by."""
+
+    def __init__(self, num_completions: int) -> None:
+        self.over = asyncio.get_running_loop().create_future()
+        """Done once all completions have ended, or an error is here."""
+        self._num_unfinished = num_completions
+        self._deliveries: list[Delivery] = []
+        self._has_some = asyncio.Event()
+
+    def put(self, delivery: Delivery) -> None:
+        self._deliveries.append(delivery)
+        self._has_some.set()
+        if isinstance(delivery, Exception):
+            self._num_unfinished = 0
+        elif delivery.completion is not None:
+            self._num_unfinished -= 1
+        if self._num_unfinished <= 0 and not self.over.done():
+            self.over.set_result(None)
+
+    async def received(self) -> list[TokenEvent]:
+        """All events, at least one. Raises an error as soon as it is the first."""
+        await self._has_some.wait()
+        events: list[TokenEvent] = []
+        for place, delivery in enumerate(self._deliveries):
+            if isinstance(delivery, Exception):
+                if not events:
+                    raise delivery
+                del self._deliveries[:place]
+                return events
+            events.append(delivery)
+        self._deliveries.clear()
+        self._has_some.clear()
+        return events
 
 
 def joined(events: Sequence[TokenEvent]) -> list[TokenEvent]:
@@ -206,21 +247,6 @@ def _joined(parts: list[TokenEvent]) -> TokenEvent:
         text="".join(part.text for part in parts),
         completion=parts[-1].completion,
     )
-
-
-async def _received(channel: asyncio.Queue[Delivery]) -> list[TokenEvent]:
-    """All events in the channel, at least one. Raises an error as soon as it is the first."""
-    events: list[TokenEvent] = []
-    delivery = await channel.get()
-    while not isinstance(delivery, Exception):
-        events.append(delivery)
-        if channel.empty():
-            return events
-        delivery = channel.get_nowait()
-    if not events:
-        raise delivery
-    channel.put_nowait(delivery)  # nothing of these requests comes after an error
-    return events
 
 
 def _add_all(engine: Engine, requests: Mapping[str, GenerationRequest], is_streaming: bool) -> None:

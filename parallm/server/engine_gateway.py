@@ -103,7 +103,7 @@ class EngineGateway:
                         num_events += 1
                         if num_events >= timer.num_unfinished > 0:  # each unfinished completion has had an event
                             num_events = 0
-                            await self._coalescer.wait()
+                            await self._coalescer.wait(self._engine.over(request.request_id))
             self._notify(request, timer.completions)
 
     async def completions(self, request: GenerationRequest) -> AsyncGenerator[Completion, None]:
@@ -221,7 +221,7 @@ class StreamCoalescer:
     def __init__(self, coalesce_ms: float) -> None:
         self._seconds = coalesce_ms / 1000
         self._num_streams = 0
-        self._tick: asyncio.Event | None = None
+        self._tick: asyncio.Future[None] | None = None
 
     @contextmanager
     def stream(self) -> Iterator[None]:
@@ -231,18 +231,20 @@ class StreamCoalescer:
         finally:
             self._num_streams -= 1
 
-    async def wait(self) -> None:
-        """Wait for the next tick, which all streams share; return at once while there are few."""
+    async def wait(self, over: asyncio.Future[None]) -> None:
+        """Wait for the next tick, which all streams share, or for the end of this stream; return at once while there
+        are few."""
         if not self._seconds or self._num_streams <= MANY_STREAMS:
             return
         if self._tick is None:
-            self._tick = asyncio.Event()
-            asyncio.get_running_loop().call_later(self._seconds, self._end_tick)
-        await self._tick.wait()
+            loop = asyncio.get_running_loop()
+            self._tick = loop.create_future()
+            loop.call_later(self._seconds, self._end_tick)
+        await asyncio.wait((self._tick, over), return_when=asyncio.FIRST_COMPLETED)
 
     def _end_tick(self) -> None:
         assert self._tick is not None, "each tick ends once"
-        self._tick.set()
+        self._tick.set_result(None)
         self._tick = None
 
 

@@ -12,7 +12,7 @@ import pytest
 from parallm.device.governor import Governor
 from parallm.device.streams import DeviceStreams
 from parallm.device.thread import DeviceThread
-from parallm.engine.async_engine import AsyncEngine, joined
+from parallm.engine.async_engine import AsyncEngine, Channel, joined
 from parallm.engine.engine import Engine
 from parallm.engine.settings import EngineSettings
 from parallm.engine.warm_up import warm_up
@@ -95,9 +95,9 @@ def test_a_consumer_that_was_elsewhere_gets_what_it_missed_in_one_event(
         events: list[TokenEvent] = []
         async for event in engine.stream(ask("a", PROMPT, 12)):
             if not events:
-                while engine.stats().num_running:
-                    await asyncio.sleep(0.01)
-                await asyncio.sleep(0.05)
+                over = engine.over("a")
+                assert not over.done()
+                await over
             events.append(event)
         assert len(events) == 2
         assert sum((event.tokens for event in events), ()) == whole[0].tokens
@@ -420,23 +420,52 @@ def token_event(name: str, index: int, token: int, completion: Completion | None
     )
 
 
+END = Completion(
+    request_id="a",
+    index=0,
+    tokens=(1, 2),
+    logprobs=(-1.0, -2.0),
+    top_logprobs=((), ()),
+    text="<1><2>",
+    finish_reason="stop",
+    weight_versions=(),
+)
+
+
 def test_what_piles_up_of_one_completion_becomes_one_event() -> None:
-    end = Completion(
-        request_id="a",
-        index=0,
-        tokens=(1, 2),
-        logprobs=(-1.0, -2.0),
-        top_logprobs=((), ()),
-        text="<1><2>",
-        finish_reason="stop",
-        weight_versions=(),
-    )
-    first, other, last = token_event("a", 0, 1), token_event("a", 1, 7), token_event("a", 0, 2, end)
+    first, other, last = token_event("a", 0, 1), token_event("a", 1, 7), token_event("a", 0, 2, END)
     one, two = joined([first, other, last])
-    assert (one.tokens, one.logprobs, one.text, one.completion) == ((1, 2), (-1.0, -2.0), "<1><2>", end)
+    assert (one.tokens, one.logprobs, one.text, one.completion) == ((1, 2), (-1.0, -2.0), "<1><2>", END)
     assert one.top_logprobs == ((TopLogprob(1, -1.0),), (TopLogprob(2, -1.0),))
     assert two is other
 
 
 def test_completions_of_two_requests_stay_apart() -> None:
     assert joined([token_event("a", 0, 1), token_event("b", 0, 2)]) == [token_event("a", 0, 1), token_event("b", 0, 2)]
+
+
+@pytest.mark.parametrize(
+    ("deliveries", "is_over"),
+    [
+        ([token_event("a", 0, 1), token_event("a", 0, 2, END)], False),
+        ([token_event("a", 0, 2, END), token_event("a", 1, 7), token_event("a", 1, 2, END)], True),
+        ([token_event("a", 0, 1), EngineStopped("it ends")], True),
+    ],
+)
+def test_requests_are_over_with_their_last_completion_or_an_error(
+    deliveries: list[TokenEvent | Exception], is_over: bool
+) -> None:
+    async def work() -> None:
+        channel = Channel(num_completions=2)
+        for delivery in deliveries:
+            channel.put(delivery)
+        assert channel.over.done() == is_over
+        *events, last = deliveries
+        if isinstance(last, Exception):
+            assert await channel.received() == events
+            with pytest.raises(EngineStopped, match="it ends"):
+                await channel.received()
+        else:
+            assert await channel.received() == deliveries
+
+    asyncio.run(work())

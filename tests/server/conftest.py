@@ -183,6 +183,9 @@ class EchoEngine:
         finally:
             self.num_aborted += not is_finished
 
+    def over(self, request_id: str) -> asyncio.Future[None]:
+        return asyncio.get_running_loop().create_future()
+
     async def completions(self, requests: Sequence[GenerationRequest]) -> AsyncGenerator[tuple[int, Completion], None]:
         for index, request in enumerate(requests):
             async for event in self.stream(request):

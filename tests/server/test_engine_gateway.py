@@ -269,23 +269,32 @@ def test_warming_up_generates_for_growing_numbers_of_rows_that_share_nothing(cal
     assert call("POST", "/v1/warmup", json={"rows": 0}).status_code == 400
 
 
-async def waits(num_streams: int, coalesce_ms: float) -> list[float]:
+async def waits(num_streams: int, coalesce_ms: float, *, is_first_over: bool = False) -> list[float]:
     """Return the seconds that each stream has waited."""
     coalescer = StreamCoalescer(coalesce_ms)
 
-    async def stream() -> float:
+    async def stream(number: int) -> float:
+        over = asyncio.get_running_loop().create_future()
         with coalescer.stream():
             await asyncio.sleep(0)
             began = time.perf_counter()
-            await coalescer.wait()
+            if is_first_over and number == 0:
+                asyncio.get_running_loop().call_later(0.01, over.set_result, None)
+            await coalescer.wait(over)
             return time.perf_counter() - began
 
-    return await asyncio.gather(*(stream() for _ in range(num_streams)))
+    return await asyncio.gather(*map(stream, range(num_streams)))
 
 
 def test_many_streams_wait_for_the_same_tick() -> None:
     seconds = asyncio.run(waits(MANY_STREAMS + 1, 60))
     assert 0.05 < min(seconds) <= max(seconds) < 0.5
+
+
+def test_a_stream_that_is_over_waits_no_longer() -> None:
+    first, *others = asyncio.run(waits(MANY_STREAMS + 1, 600, is_first_over=True))
+    assert first < 0.3
+    assert min(others) > 0.5
 
 
 def test_few_streams_do_not_wait_nor_do_many_with_an_interval_of_zero() -> None:
