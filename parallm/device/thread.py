@@ -5,8 +5,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from contextlib import contextmanager
+from concurrent.futures import Future, InvalidStateError
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import mlx.core as mx
@@ -237,7 +237,7 @@ class DeviceThread:
         for queue in (self._calls, self._updates, self._scorings, self._encodings, self._loads):
             queue.clear()
         for future in waiting:
-            if not future.done():
+            with suppress(InvalidStateError):  # who waited may have cancelled it, also in this moment
                 future.set_exception(error)
         if self._worker is not None:
             for traffic in ("serving", "rollout"):

@@ -86,7 +86,8 @@ class Engine:
 
     def add(self, request: GenerationRequest, is_streaming: bool) -> None:
         """Queue a validated request with an id of its own. Raises UnknownModel, EngineFull (not for rollouts),
-        InvalidRequest."""
+        InvalidRequest, ContextTooLong."""
+        self.kv_budget.check(request)  # again: a unit may have run out of memory meanwhile, which lowers the limit
         queue = self._queues[request.traffic]
         if request.traffic == "serving" and len(queue.waiting) >= self.settings.max_waiting:
             raise EngineFull(f"{len(queue.waiting)} requests wait already; try later or raise engine.max_waiting")
@@ -219,6 +220,7 @@ class Engine:
             for sequence in queue.sequences()
             if sequence.request.request_id in failed or sequence.finish_reason
         )
+        self.speculation.leave(queue.running())
         self._queues[traffic] = self.scheduler.requeue(queue, self._make_decoders(), failed)
         self.memory.prefixes.clear()
 

@@ -163,9 +163,11 @@ class Speculation:
             self._requests[request.request_id].sequences.add(sequence)
 
     def leave(self, sequences: Ordered[Sequence]) -> None:
-        """Forget sequences, which may come back after a preemption."""
+        """Forget sequences, which may come back after a preemption. One that an error kept from joining is fine."""
         for sequence in sequences if self._is_on else ():
-            drafts = self._requests[sequence.request.request_id]
+            drafts = self._requests.get(sequence.request.request_id)
+            if drafts is None or sequence not in drafts.sequences:
+                continue
             self._learn(drafts, sequence)
             drafts.sequences.remove(sequence)
             drafts.ended.append(sequence)

@@ -168,15 +168,16 @@ class EngineGateway:
         name = request.request_id
         if name in self._running or name in self._held:
             raise InvalidRequest(f"request id {answer_id(name)!r} is in use", "request_id")
-        if not self.is_paused:
-            return True
-        if len(self._held) >= MAX_HELD:
-            raise EngineFull(f"the server is paused and {MAX_HELD} requests wait already; try again after /resume")
-        held = self._held[name] = _HeldRequest(asyncio.get_running_loop().create_future(), _api_key())
-        try:
-            return await held.is_admitted
-        finally:
-            del self._held[name]
+        while self.is_paused:  # as it may be again when this wakes
+            if len(self._held) >= MAX_HELD:
+                raise EngineFull(f"the server is paused and {MAX_HELD} requests wait already; try again after /resume")
+            held = self._held[name] = _HeldRequest(asyncio.get_running_loop().create_future(), _api_key())
+            try:
+                if not await held.is_admitted:
+                    return False
+            finally:
+                del self._held[name]
+        return True
 
     @contextmanager
     def _in_flight(self, request: GenerationRequest) -> Iterator[None]:

@@ -42,3 +42,37 @@ def test_growing_text_decodes_only_what_is_new(tokenizer: ChatTokenizer, monkeyp
         growing.add(token)
     assert growing.text == "12 + 12 = 24, " * 20 + "é🙂 ok"
     assert max(lengths) <= 2 * SILENT_TOKENS + 4
+
+
+@pytest.mark.parametrize("text", ["", "é", "🙂", "a"])
+def test_bytes_that_make_no_character_become_text_as_they_come(
+    text: str, tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    *_, broken = tokenizer.encode("🙂")
+    decode, lengths = ChatTokenizer.decode, list[int]()
+
+    def counted(self: ChatTokenizer, tokens: Sequence[int]) -> str:
+        lengths.append(len(tokens))
+        return decode(self, tokens)
+
+    tokens = [*[broken] * 50, *tokenizer.encode(text), *[broken] * 49]
+    monkeypatch.setattr(ChatTokenizer, "decode", counted)
+    growing = Detokenizer(tokenizer)
+    for token in tokens:
+        growing.add(token)
+    assert len(growing.text) > 80
+    assert max(lengths) <= 2 * SILENT_TOKENS
+    assert growing.final() == decode(tokenizer, tokens)
+
+
+def test_a_stop_string_that_did_not_count_does_not_count_later(tokenizer: ChatTokenizer) -> None:
+    growing = Detokenizer(tokenizer)
+    stops = (".", "one that begins long before it")
+    for token in tokenizer.encode("1. 2"):
+        growing.add(token)
+    for token in tokenizer.encode("3"):
+        growing.add(token, stops)
+    assert growing.stop_at is None
+    for token in tokenizer.encode("."):
+        growing.add(token, stops)
+    assert growing.stop_at == len("1. 23")

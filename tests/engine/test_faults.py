@@ -13,7 +13,7 @@ from parallm.device.blas import load_blas
 from parallm.device.settings import DeviceSettings
 from parallm.engine.engine import Engine, is_out_of_memory
 from parallm.engine.settings import EngineSettings
-from parallm.errors import EngineStopped
+from parallm.errors import ContextTooLong, EngineStopped
 from parallm.model.shared_model import SharedModel
 from parallm.types import Completion, GenerationRequest, TokenEvent
 
@@ -186,6 +186,30 @@ def test_a_request_alone_without_memory_fails_and_the_next_one_works(
     assert run(engine) == 0
     assert time.perf_counter() - began < 1
     assert len(made(events)["b", 0].tokens) == 20
+
+
+def test_a_request_that_came_before_the_limit_fell_is_refused_if_it_fits_no_longer(
+    load_tiny: LoadTiny, ask: Ask, make_engine: MakeEngine
+) -> None:
+    engine = make_engine(load_tiny("llama"))
+    request = ask("a", prompt(1, 300), 20)
+    engine.kv_budget.check(request)
+    assert engine.kv_budget.lower([], engine.kv_budget.needed(request))
+    with pytest.raises(ContextTooLong, match="300 prompt tokens"):
+        engine.add(request, True)
+    assert not engine.has_work("serving")
+
+
+@pytest.mark.cpu
+def test_drafts_of_requests_that_failed_are_forgotten(load_tiny: LoadTiny, ask: Ask, make_engine: MakeEngine) -> None:
+    engine = make_engine(load_tiny("llama"))
+    engine.add(ask("a", prompt(1, 9), 20, n=2), True)
+    engine.add(ask("b", prompt(2, 9), 20), True)
+    run(engine, 6)
+    assert set(engine.speculation._requests) == {"a", "b"}
+    engine.fail("serving", EngineStopped("it ends"))
+    assert not engine.speculation._requests
+    assert not engine.speculation._pending
 
 
 def test_when_the_thread_ends_everybody_is_told(load_tiny: LoadTiny, ask: Ask, make_engine: MakeEngine) -> None:

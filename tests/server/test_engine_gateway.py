@@ -45,6 +45,23 @@ def test_while_paused_requests_wait_and_then_go_on(engine: Any) -> None:
     asyncio.run(main())
 
 
+def test_a_request_that_has_not_woken_waits_through_the_next_pause(engine: Any) -> None:
+    async def main() -> None:
+        gateway = gateway_of(engine)
+        await gateway.pause("keep")
+        work = asyncio.create_task(gateway.generate(REQUEST))
+        await soon(lambda: gateway.num_held == 1)
+        await gateway.resume()
+        await gateway.pause("abort")
+        await asyncio.sleep(0.01)
+        assert engine.requests == []
+        assert gateway.num_held == 1
+        await gateway.resume()
+        assert [completion.text for completion in await work] == ["hi", "hi"]
+
+    asyncio.run(main())
+
+
 def test_a_request_that_waits_can_be_cancelled_and_its_id_used_again(engine: Any) -> None:
     async def main() -> None:
         gateway = gateway_of(engine)

@@ -134,16 +134,42 @@ def test_a_stream_of_text_has_the_official_events(respond: Call) -> None:
     assert (events[0]["response"]["status"], events[0]["response"]["usage"]) == ("in_progress", None)
 
 
-@pytest.mark.parametrize("says", ["ab", "<think>hm</think>\nab", f"I add. {CALL}{CALL}", CALL, "<think>hm"])
-def test_a_stream_ends_with_the_whole_answer(respond: Call, says: str) -> None:
-    whole = answer_of(respond(says=says, tools=[ADD]))
-    events = events_of(respond(says=says, tools=[ADD], stream=True))
+@pytest.mark.parametrize("max_tokens", [len(CALL) + 8, 150])
+@pytest.mark.parametrize(
+    "says",
+    ["ab", "<think>hm</think>\nab", f"I add. {CALL}{CALL}", CALL, "<think>hm", f"{CALL}and then", f"I{CALL}and{CALL}"],
+)
+def test_a_stream_ends_with_the_whole_answer(respond: Call, says: str, max_tokens: int) -> None:
+    asked = {"says": says, "tools": [ADD], "max_output_tokens": max_tokens}
+    whole = answer_of(respond(**asked))
+    events = events_of(respond(**asked, stream=True))
     last = events[-1]["response"]
     assert without_ids(last["output"]) == without_ids(whole["output"])
     assert (last["usage"], last["model"], last["status"]) == (whole["usage"], whole["model"], whole["status"])
     done = [event for event in events if event["type"] == "response.output_item.done"]
     assert [event["item"] for event in done] == last["output"]
     assert [event["output_index"] for event in done] == list(range(len(done)))
+
+
+def test_of_an_answer_that_was_cut_off_the_last_text_alone_is_incomplete(respond: Call) -> None:
+    output = answer_of(respond(says=f"{CALL}and then", tools=[ADD], max_output_tokens=len(CALL) + 4))["output"]
+    assert [(item["type"], item["status"]) for item in output] == [
+        ("function_call", "completed"),
+        ("message", "incomplete"),
+    ]
+
+
+def test_reasoning_counts_without_the_token_that_begins_a_text(
+    respond: Call, hermes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode = hermes.encode
+
+    def encode_with_beginning(text: str, *, add_special: bool = True, **more: Any) -> tuple[int, ...]:
+        return (1,) * add_special + tuple(encode(text, add_special=False, **more))
+
+    monkeypatch.setattr(hermes, "encode", encode_with_beginning)
+    usage = answer_of(respond(says="<think>hm</think>ab"))["usage"]
+    assert usage["output_tokens_details"]["reasoning_tokens"] == 2
 
 
 def test_a_failure_in_a_stream_is_an_event(respond: Call, engine: Any) -> None:

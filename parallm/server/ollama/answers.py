@@ -81,16 +81,14 @@ class OllamaBuilder:
 
     def whole(self, model: str, completions: Sequence[Sequence[Completion]]) -> AnswerFields:
         ((completion,),) = completions
-        part = MessagePart(content=completion.text)
-        if self._parser is not None:
-            part = parse_whole(self._parser, completion.text)
+        part = _plain(completion.text) if self._parser is None else parse_whole(self._parser, completion.text)
         return self._line(part, **self._logprobs(completion), **self._end(completion))
 
     def lines(self, event: TokenEvent) -> list[AnswerFields]:
         """Return the lines that an event adds to a stream."""
         if event.tokens:
             self._clock.count()
-        part = MessagePart(content=event.text) if self._parser is None else self._parser.read(event.text)
+        part = _plain(event.text) if self._parser is None else self._parser.read(event.text)
         logprobs = self._logprobs(event)
         lines = [self._line(part, done=False, **logprobs)] if part or (logprobs and event.tokens) else []
         if event.completion is not None:
@@ -167,3 +165,7 @@ class LineStream:
 
 def encode_lines(lines: Sequence[Wire]) -> bytes:
     return b"".join(line.model_dump_json(exclude_unset=True).encode() + b"\n" for line in lines)
+
+
+def _plain(text: str) -> MessagePart:
+    return MessagePart([("text", text)] if text else [])

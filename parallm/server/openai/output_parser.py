@@ -23,16 +23,40 @@ class OutputParsing:
     called: str | None = None
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class MessagePart:
-    """Text and calls that a piece of output adds to a message."""
+    """What a piece of output adds to a message."""
 
-    content: str = ""
-    reasoning: str = ""
-    calls: list[ToolCall] = field(default_factory=list)
+    pieces: list[tuple[Section, str] | ToolCall] = field(default_factory=list)
+    """Text of a section, and calls, in the order in which they were written."""
+
+    def add(self, section: Section, text: str) -> None:
+        match self.pieces:
+            case [*_, (last, before)] if last == section:
+                self.pieces[-1] = section, before + text
+            case _ if text:
+                self.pieces.append((section, text))
+
+    @property
+    def content(self) -> str:
+        return self._text("text")
+
+    @property
+    def reasoning(self) -> str:
+        return self._text("reasoning")
+
+    @property
+    def calls(self) -> list[ToolCall]:
+        return [piece for piece in self.pieces if isinstance(piece, ToolCall)]
+
+    def _text(self, section: Section) -> str:
+        return "".join(piece[1] for piece in self.pieces if not isinstance(piece, ToolCall) and piece[0] == section)
+
+    def without_content(self) -> "MessagePart":
+        return MessagePart([piece for piece in self.pieces if isinstance(piece, ToolCall) or piece[0] != "text"])
 
     def __bool__(self) -> bool:
-        return bool(self.content or self.reasoning or self.calls)
+        return bool(self.pieces)
 
 
 class MessageParser:
@@ -68,18 +92,21 @@ class MessageParser:
         if self._section == "tool":
             self._end_call(part, is_closed=False)
         elif self._section == "text" and not self.num_calls:
-            part.content += self._held
+            part.add("text", self._held)
         if self._parsing.answer != "message":
-            self._without_forced(part)
-            part.calls = _forced_calls(self._forced, self._parsing.called)
-            part.content = "" if part.calls else self._forced
-            self.num_calls = len(part.calls)
+            part = self._without_forced(part)
+            calls = _forced_calls(self._forced, self._parsing.called)
+            part.pieces += calls
+            if not calls:
+                part.add("text", self._forced)
+            self.num_calls = len(calls)
         return part
 
     def _without_forced(self, part: MessagePart) -> MessagePart:
-        if self._parsing.answer != "message":
-            self._forced, part.content = self._forced + part.content, ""
-        return part
+        if self._parsing.answer == "message":
+            return part
+        self._forced += part.content
+        return part.without_content()
 
     def _take(self, section: Section, piece: str, part: MessagePart) -> None:
         if section != self._section:
@@ -95,30 +122,28 @@ class MessageParser:
         shown = piece.rstrip() if self._has_marks else piece
         self._held = piece[len(shown) :]
         self._is_at_mark = self._is_at_mark and not piece
-        if section == "text":
-            part.content += shown
-        else:
-            part.reasoning += shown
+        part.add(section, shown)
 
     def _end_call(self, part: MessagePart, *, is_closed: bool) -> None:
         text, self._call = self._call, ""
         calls = self._output.parse_calls(text, self._parsing.tools)
         if not calls:
             start, end = self._output.tool_marks or ("", "")
-            part.content += start + text + (end if is_closed else "")
+            part.add("text", start + text + (end if is_closed else ""))
         if self._parsing.max_calls is not None:
             calls = calls[: max(0, self._parsing.max_calls - self.num_calls)]
         self.num_calls += len(calls)
-        part.calls += calls
+        part.pieces += calls
 
 
 def parse_whole(parser: MessageParser, text: str) -> MessagePart:
-    first, last = parser.read(text), parser.finish()
-    return MessagePart(
-        content=first.content + last.content,
-        reasoning=first.reasoning + last.reasoning,
-        calls=first.calls + last.calls,
-    )
+    whole = parser.read(text)
+    for piece in parser.finish().pieces:
+        if isinstance(piece, ToolCall):
+            whole.pieces.append(piece)
+        else:
+            whole.add(*piece)
+    return whole
 
 
 def _forced_calls(text: str, called: str | None) -> list[ToolCall]:

@@ -1,10 +1,10 @@
 """Answers of `POST /v1/responses`: one completion as a list of items, whole and as events."""
 
 import uuid
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from parallm.conversation import ToolCall
+from parallm.conversation import Section, ToolCall
 from parallm.server.catalog import answered_by, version_of
 from parallm.server.failures import failure_of
 from parallm.server.generation import Events, NumberedEvent, ResponseContext
@@ -29,6 +29,8 @@ from parallm.server.service import Service
 from parallm.types import Completion, TokenEvent
 
 Kind = Literal["reasoning", "message"]
+PREFIXES: Mapping[Kind, str] = {"reasoning": "rs", "message": "msg"}
+"""Beginnings of ids."""
 OWN = {"model", "reasoning", "store", "text"}
 REPEATED = ResponseBody.model_fields.keys() & ResponseAnswer.model_fields.keys() - OWN
 """Fields of the request that its answer repeats as they are."""
@@ -70,7 +72,7 @@ class ResponsesBuilder:
 
     def _usage(self, completion: Completion, output: list[OutputItem]) -> ResponseUsage:
         reasoning = "".join(part.text for item in output if isinstance(item, OutputReasoning) for part in item.content)
-        num_reasoning = len(self.context.tokenizer.encode(reasoning)) if reasoning else 0
+        num_reasoning = len(self.context.tokenizer.encode(reasoning, add_special=False)) if reasoning else 0
         tokens = self.context.usage(len(completion.tokens))
         return ResponseUsage(
             input_tokens=tokens.prompt_tokens,
@@ -89,11 +91,19 @@ def _status(completion: Completion) -> Status:
 def _items(part: MessagePart, status: Status) -> list[OutputItem]:
     """Return the items of an answer; without any text or call, an empty message."""
     items: list[OutputItem] = []
-    if part.reasoning:
-        items.append(_text_item("reasoning", _new_id("rs"), status, part.reasoning))
-    if part.content or not part:
-        items.append(_text_item("message", _new_id("msg"), status, part.content))
-    return [*items, *(_call_item(_new_id("fc"), call, status) for call in part.calls)]
+    pieces = part.pieces or [("text", "")]
+    for place, piece in enumerate(pieces):
+        if isinstance(piece, ToolCall):
+            items.append(_call_item(_new_id("fc"), piece, "completed"))
+            continue
+        kind = _kind_of(piece[0])
+        own = status if place == len(pieces) - 1 else "completed"  # only the last text can be cut
+        items.append(_text_item(kind, _new_id(PREFIXES[kind]), own, piece[1]))
+    return items
+
+
+def _kind_of(section: Section) -> Kind:
+    return "reasoning" if section == "reasoning" else "message"
 
 
 def _new_id(kind: str) -> str:
@@ -166,13 +176,12 @@ class ResponsesStream:
         yield self._event(f"response.{answer.status}", response=answer)
 
     def _part_events(self, part: MessagePart) -> Iterator[ResponseEvent]:
-        if part.reasoning:
-            yield from self._text_events("reasoning", part.reasoning)
-        if part.content:
-            yield from self._text_events("message", part.content)
-        for call in part.calls:
-            yield from self._close()
-            yield from self._call_events(call)
+        for piece in part.pieces:
+            if isinstance(piece, ToolCall):
+                yield from self._close()
+                yield from self._call_events(piece)
+            else:
+                yield from self._text_events(_kind_of(piece[0]), piece[1])
 
     def _text_events(self, kind: Kind, text: str) -> Iterator[ResponseEvent]:
         if self._kind != kind:
@@ -183,7 +192,7 @@ class ResponsesStream:
 
     def _open(self, kind: Kind) -> Iterator[ResponseEvent]:
         self._kind, self._text = kind, ""
-        self._item_id = _new_id("msg" if kind == "message" else "rs")
+        self._item_id = _new_id(PREFIXES[kind])
         item = _text_item(kind, self._item_id, "in_progress")
         yield self._event("response.output_item.added", output_index=len(self._items), item=item)
         yield self._in_item("response.content_part.added", part=_part(kind, ""))
