@@ -32,7 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--port", type=int, default=PORT, help=f"default {PORT}; 0 picks a free one")
     chosen = parser.parse_args(arguments)
     if missing := [str(folder) for folder in chosen.folders if not folder.is_dir()]:
-        parser.error(f"{missing[0]} is no folder; name a folder of runs, such as {RUNS_FOLDER}, or one run")
+        key = "; the port is --port PORT here" if "=" in missing[0] else ""
+        parser.error(f"{missing[0]} is no folder; name a folder of runs, such as {RUNS_FOLDER}, or one run{key}")
     try:
         settings = ServerSettings(port=chosen.port)
         asyncio.run(serve(settings, chosen.folders))

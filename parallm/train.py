@@ -2,11 +2,14 @@
 
 import sys
 
-from parallm.run.command import run_command
+from parallm.interrupts import quietly
 
 
 def main() -> None:
-    sys.exit(run_command("train"))
+    with quietly():
+        from parallm.run.command import run_command  # noqa: PLC0415  # takes a second, in which Ctrl-C may come
+
+        sys.exit(run_command("train"))
 
 
 if __name__ == "__main__":

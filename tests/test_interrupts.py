@@ -1,4 +1,5 @@
 import asyncio
+import importlib
 import os
 import pty
 import subprocess
@@ -7,7 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from parallm.interrupts import unless
+from parallm.interrupts import INTERRUPTED, unless
+
+
+@pytest.mark.parametrize("name", ["train", "serve", "evaluate", "export", "front"])
+def test_ctrl_c_while_a_command_starts_shows_no_traceback(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_: str) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("parallm.run.command.run_command", interrupted)
+    with pytest.raises(SystemExit) as ending:
+        importlib.import_module(f"parallm.{name}").main()
+    assert ending.value.code == INTERRUPTED
 
 
 def test_work_that_ends_in_time_gives_its_result() -> None:

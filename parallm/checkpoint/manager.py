@@ -131,11 +131,14 @@ class CheckpointManager:
         )
 
     def _newest_good(self) -> tuple[Path, TrainingState | None]:
-        for path in reversed(self.checkpoints()):
+        paths = self.checkpoints()
+        for path in reversed(paths):
             try:
                 return path, read_checkpoint(path)
             except CheckpointError as error:
                 set_aside(path, str(error))
+        if paths:
+            logger.warning("none of the %d checkpoints of %s is good: the run begins anew", len(paths), self._folder)
         return self._folder, None
 
     def _named(self, path: Path) -> tuple[Path, TrainingState]:

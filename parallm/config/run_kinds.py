@@ -9,7 +9,10 @@ from typing import Any, Literal, Protocol
 from parallm.environment.settings import ArithmeticSettings, EnvironmentSettings
 from parallm.learner.loss.objective import resolve_objective
 from parallm.learner.settings import LearnerSettings
+from parallm.metrics.settings import MetricsSettings
+from parallm.registry.settings import RegistrySettings
 from parallm.rollout.settings import RolloutSettings
+from parallm.server.settings import ServerSettings
 from parallm.trainer.settings import TrainerSettings
 
 RunKind = Literal["rollouts", "live", "atropos", "sft", "reward_model", "embedding", "classifier"]
@@ -83,6 +86,19 @@ class RunParts(Protocol):
     def environment(self) -> EnvironmentSettings: ...
 
 
+class Switched(Protocol):
+    """Parts of a process that may be off."""
+
+    @property
+    def server(self) -> ServerSettings: ...
+
+    @property
+    def registry(self) -> RegistrySettings: ...
+
+    @property
+    def metrics(self) -> MetricsSettings: ...
+
+
 def kind_of(run: RunParts) -> RunKind:
     if run.learner.trains != "policy":
         return run.learner.trains
@@ -129,6 +145,16 @@ SWITCHES: Mapping[str, tuple[str, Callable[[RunParts], bool]]] = {
         "rollout.reward_model.adapter",
         lambda run: run.rollout.reward_model.adapter is not None,
     ),
+    "rollout.refill_below": ("rollout.refill_rounds", lambda run: run.rollout.refill_rounds > 0),
+    "rollout.refill_rounds": ("rollout.refill_below", lambda run: run.rollout.refill_below > 0),
+    **{
+        f"rollout.curriculum.{key}": ("rollout.curriculum.by", lambda run: run.rollout.curriculum.by != "off")
+        for key in ("window", "low", "high", "keep")
+    },
+    **{
+        f"trainer.{key}": ("trainer.evaluate_problems", lambda run: run.trainer.evaluate_problems > 0)
+        for key in ("evaluate_every", "evaluate_samples")
+    },
     "trainer.publish_margin": ("trainer.publish_if=evaluation", lambda run: run.trainer.publish_if == "evaluation"),
     "trainer.evaluate_temperature": ("trainer.evaluate_samples", lambda run: run.trainer.evaluate_samples > 0),
     "trainer.evaluate_k": ("trainer.evaluate_samples", lambda run: run.trainer.evaluate_samples > 0),
@@ -139,18 +165,32 @@ SWITCHES: Mapping[str, tuple[str, Callable[[RunParts], bool]]] = {
 def keys_without_effect(run: RunParts) -> Iterator[str]:
     """Yield one line for each key that differs from its default and has no effect in this run."""
     kind, is_played = kind_of(run), plays_environment(run)
-    parts = {part: getattr(run, part) for part in ("learner", "rollout", "trainer")}
-    usual = flat_keys({part: asdict(type(settings)()) for part, settings in parts.items()})
-    given = flat_keys({part: asdict(settings) for part, settings in parts.items()})
-    for name, value in given.items():
-        if usual.get(name) == value:
-            continue
+    for name, value in _changed({part: getattr(run, part) for part in ("learner", "rollout", "trainer")}):
         if any(_is_below(name, key) for key in UNUSED[kind]):
             yield f"{name}={value} has no effect with {CHOICES[kind]}"
         elif not is_played and any(_is_below(name, key) for key in ENVIRONMENT_KEYS):
             yield f"{name}={value} has no effect without trainer.evaluate_on=environment"
         elif name in SWITCHES and not SWITCHES[name][1](run):
             yield f"{name}={value} has no effect without {SWITCHES[name][0]}"
+
+
+def keys_of_what_is_off(config: Switched) -> Iterator[str]:
+    """Yield one line for each key that differs from its default, of a part of the process that is off."""
+    for part in ("server", "registry"):
+        settings = getattr(config, part)
+        for name, value in () if settings.enabled else _changed({part: settings}):
+            if name != f"{part}.enabled":
+                yield f"{name}={value} has no effect without {part}.enabled=true"
+    metrics, usual = config.metrics, MetricsSettings()
+    if metrics.project != usual.project and not metrics.trackio and metrics.wandb == "off":
+        yield f"metrics.project={metrics.project} has no effect without metrics.wandb or metrics.trackio"
+
+
+def _changed(parts: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Keys of these settings that differ from their defaults, with their values."""
+    usual = flat_keys({part: asdict(type(settings)()) for part, settings in parts.items()})
+    given = flat_keys({part: asdict(settings) for part, settings in parts.items()})
+    yield from ((name, value) for name, value in given.items() if usual.get(name) != value)
 
 
 def flat_keys(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:

@@ -328,6 +328,11 @@ def check_choices(config: RunConfig) -> None:
     of_requests = dataclasses.replace(config.tasks, end_token=None) if makes_vectors else config.tasks
     if of_requests != TaskSettings() and not config.server.enabled:
         wrong.append("tasks.*: keys for requests over HTTP; set server.enabled=true, or leave them out")
+    if config.trainer.keep_serving and not config.server.enabled:
+        wrong.append(
+            "trainer.keep_serving=true: without HTTP nothing goes on after the last step; set server.enabled=true, or "
+            "leave it out"
+        )
     if source != "environment" and config.learner.data is not None:
         wrong.append(f"rollout.source={source} learns from requests: leave learner.data out, or rollout.source")
     if source == "atropos" and objective.needs_base and objective.kl_placement == "reward":

@@ -171,6 +171,9 @@ def _read_rows(path: Path, key: str) -> list[tuple[int, Row]]:
     try:
         lines = [line for line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1) if line[1].strip()]
     except (OSError, UnicodeDecodeError) as error:
+        if path.name == SAMPLES and not path.exists():
+            reason = f"{path.parent} has no {SAMPLES}; name a run that has sampled completions, or a jsonl file"
+            raise ProblemError(f"{key}: {reason}") from error
         raise ProblemError(f"{key}: {path} cannot be read: {error}") from error
     if not lines:
         raise ProblemError(f"{key}: {path} has no lines")

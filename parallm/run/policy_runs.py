@@ -18,7 +18,7 @@ from typing import Any
 
 from parallm.checkpoint.manager import check_named, checkpoint_folders
 from parallm.config.run_folder import RUNS_FOLDER, SWEEP_PREFIX, has_begun
-from parallm.config.run_kinds import keys_without_effect
+from parallm.config.run_kinds import keys_of_what_is_off, keys_without_effect
 from parallm.config.schema import RunConfig, policy_configs
 from parallm.errors import ConfigError, InvalidRequest, ParallmError, TrainingStopped, Unavailable, UnknownModel
 from parallm.integrations.atropos.launcher import with_free_port
@@ -127,6 +127,8 @@ def make_policy_specs(
     for (first, first_config), (second, second_config) in combinations(configs.items(), 2):
         if first_config == second_config:
             logger.warning("policies %s and %s differ in nothing, so both learn the same", first, second)
+    for line in keys_of_what_is_off(config):
+        logger.warning("%s", line)
     for name, policy in configs.items():
         for line in keys_without_effect(policy):
             logger.warning("%s%s", f"policies.{name}." if config.policies else "", line)

@@ -78,6 +78,8 @@ class Loop(ABC):
         """Resume after `state`; the device thread has restored adapter and optimizer already."""
         self._step = self._saver.saved_step = state.step
         self._version = state.version
+        if state.step >= (steps := self._settings.steps):
+            logger.warning("step %d is done, so nothing is left with trainer.steps=%d; raise it", state.step, steps)
         counters = dict(state.counters)
         if not self._context.facts.draws_same_problems(state.facts):
             logger.warning("the problems or their order are not those of step %d: they begin anew", state.step)

@@ -97,6 +97,7 @@ def test_the_warning_names_the_reason(make_state: MakeState, tmp_path: Path, cap
     truncate(manager(tmp_path).save(make_state(1)) / "optimizer.safetensors")
     assert manager(tmp_path).load("auto") is None
     assert re.search(r"optimizer\.safetensors has \d+ bytes, \d+ were saved", caplog.text)
+    assert f"none of the 1 checkpoints of {tmp_path} is good: the run begins anew" in caplog.text
 
 
 def test_every_single_flipped_bit_of_the_manifest_is_noticed_or_harmless(make_state: MakeState, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from parallm.config.run_kinds import (
     UNUSED,
     RunKind,
     flat_keys,
+    keys_of_what_is_off,
     keys_without_effect,
     kind_of,
     plays_environment,
@@ -72,6 +73,18 @@ def test_learner_and_rollout_make_the_kind_of_a_run(values: dict[str, Any], kind
             "trainer.publish_margin=0.1 has no effect without trainer.publish_if=evaluation",
         ),
         (
+            {"trainer": {"evaluate_problems": 0, "evaluate_every": 5}},
+            "trainer.evaluate_every=5 has no effect without trainer.evaluate_problems",
+        ),
+        (
+            {"rollout": {"curriculum": {"window": 8}}},
+            "rollout.curriculum.window=8 has no effect without rollout.curriculum.by",
+        ),
+        (
+            {"rollout": {"refill_rounds": 0, "refill_below": 0.9}},
+            "rollout.refill_below=0.9 has no effect without rollout.refill_rounds",
+        ),
+        (
             {"learner": {"data_reward_min": 0.5}},
             "learner.data_reward_min=0.5 has no effect without learner=sft",
         ),
@@ -91,6 +104,29 @@ def test_learner_and_rollout_make_the_kind_of_a_run(values: dict[str, Any], kind
 )
 def test_a_key_that_changes_nothing_is_named(values: dict[str, Any], line: str) -> None:
     assert [*keys_without_effect(config(**values))] == [line]
+
+
+@pytest.mark.parametrize(
+    ("values", "line"),
+    [
+        (
+            {"server": {"enabled": False, "port": 9000}},
+            "server.port=9000 has no effect without server.enabled=true",
+        ),
+        ({"registry": {"keep_alive": 5}}, "registry.keep_alive=5.0 has no effect without registry.enabled=true"),
+        (
+            {"metrics": {"project": "mine"}},
+            "metrics.project=mine has no effect without metrics.wandb or metrics.trackio",
+        ),
+    ],
+)
+def test_a_key_of_what_is_off_is_named(values: dict[str, Any], line: str) -> None:
+    assert [*keys_of_what_is_off(config(**values))] == [line]
+
+
+def test_keys_of_what_is_on_are_not_named() -> None:
+    on = {"server": {"port": 9000}, "registry": {"enabled": True, "keep_alive": 5}}
+    assert [*keys_of_what_is_off(config(**on, metrics={"project": "mine", "wandb": "offline"}))] == []
 
 
 def test_what_has_an_effect_is_not_named() -> None:

@@ -99,6 +99,7 @@ def test_an_act_has_its_kind_and_its_values(
     ]
     assert all((act.by, act.refused) == ("", None) for act in acts)
     assert "promoted poet@3" in caplog.messages
+    assert "asked for a step (trajectories 1)" in caplog.messages
 
 
 def test_refused_acts_are_noted_with_who_and_why(make: Callable[..., FastAPI], acts: list[Act]) -> None:

@@ -87,7 +87,10 @@ class Act:
     @property
     def text(self) -> str:
         """A sentence for people."""
-        words = f"{WORDS.get(self.kind, self.kind)} {self.detail}".strip()
+        words = WORDS.get(self.kind, self.kind)
+        if not self.what:
+            words = words.removesuffix(" of")
+        words = f"{words} {self.detail}".strip()
         by = f", by {self.by}" if self.by else ""
         return f"{words}{by}" if self.refused is None else f"refused: {words}{by}: {self.refused}"
 
