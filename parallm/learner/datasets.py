@@ -59,6 +59,8 @@ class Example:
     """1 for a demonstration; those of a pair differ by its margin; targets of labels."""
     is_multi_label: bool = False
     """Whether a text has any number of labels."""
+    is_score: bool = False
+    """Whether a text has a number in place of names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,7 +251,8 @@ def _labeled_example(row: Row, name: str, path: Path) -> Example:
     labels: Any = row["labels"] if is_multi_label else [row.get("label")]
     if not isinstance(text, str) or not text or not isinstance(labels, list):
         raise ProblemError(f"{name} of {path} should have a text under text, and label or labels; it has {sorted(row)}")
-    if not is_multi_label and isinstance(labels[0], int | float) and 0 <= labels[0] <= 1:
+    is_score = not is_multi_label and isinstance(labels[0], int | float) and 0 <= labels[0] <= 1
+    if is_score:
         labels, target = [TARGET], float(labels[0])
     if not all(isinstance(label, str) and label for label in labels) or len(set(labels)) < len(labels):
         raise ProblemError(
@@ -262,6 +265,7 @@ def _labeled_example(row: Row, name: str, path: Path) -> Example:
         completions=tuple(labels),
         rewards=(target,) * len(labels),
         is_multi_label=is_multi_label,
+        is_score=is_score,
     )
 
 

@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from parallm.device.streams import DeviceStreams
 from parallm.errors import AdapterError, ProblemError
-from parallm.learner.datasets import TARGET, Dataset, Example
+from parallm.learner.datasets import Dataset, Example
 from parallm.learner.settings import LearnerSettings
 from parallm.model.adapters.adapter import HEAD, Adapter, with_arrays
 from parallm.model.shared_model import SharedModel
@@ -86,7 +86,7 @@ def _for_vectors(start: Adapter, settings: LearnerSettings, model: SharedModel, 
 
 def _for_labels(start: Adapter, examples: Sequence[Example], model: SharedModel, seed: int) -> Adapter:
     _refuse(start, "score", "classify")
-    kinds = {(example.is_multi_label, example.completions == (TARGET,)) for example in examples}
+    kinds = {(example.is_multi_label, example.is_score) for example in examples}
     if len(kinds) > 1:
         raise ProblemError(
             "learner.data: some lines have a name under label, others a number or labels; give all lines the same form"

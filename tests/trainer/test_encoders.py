@@ -175,6 +175,15 @@ def test_several_labels_and_numbers_are_trained_by_binary_cross_entropy(
     assert losses[-1] < losses[0]
 
 
+def test_a_class_may_have_the_name_that_numbers_have(train: Train, tmp_path: Path) -> None:
+    rows = [{"text": f"{a} + {b}", "label": "score" if a < b else "foul"} for a in range(6) for b in range(6)]
+    learner = {"trains": "classifier", "data": write(tmp_path / "rows.jsonl", rows), **FAST}
+    assert train(learner=learner, trainer={"steps": 1, "evaluate_problems": 0}) == 0
+    kept = read_adapter(tmp_path / "run" / "adapter").task
+    assert kept is not None
+    assert (kept.task, kept.labels, kept.activation) == ("classify", ("foul", "score"), "softmax")
+
+
 def test_a_learning_rate_of_zero_makes_no_version(train: Train, sums: str, tmp_path: Path) -> None:
     learner = {"trains": "embedding", "data": sums, "learning_rate": 0.0}
     train(learner=learner, trainer={"steps": 2, "evaluate_problems": 16, "evaluate_every": 1})
