@@ -94,6 +94,12 @@ def _for_labels(start: Adapter, examples: Sequence[Example], model: SharedModel,
     [(is_multi_label, is_score)] = kinds
     labels = tuple(sorted({label for example in examples for label in example.completions}))
     if start.task is not None:
+        given, trained = _form_of_data(is_multi_label=is_multi_label, is_score=is_score), _form_of(start.task)
+        if given != trained:
+            raise ProblemError(
+                f"learner.data: lines have {given}, and model.adapter was trained for {trained}; give all lines that "
+                "form, or start without model.adapter"
+            )
         if unknown := [label for label in labels if label not in start.task.labels]:
             raise ProblemError(
                 f"learner.data: the label {unknown[0][:100]!r} is none of model.adapter, which has "
@@ -114,6 +120,19 @@ def _for_labels(start: Adapter, examples: Sequence[Example], model: SharedModel,
     deviation = 1 / (_hidden_size(model) + 1) ** 0.5
     head_LH = deviation * mx.random.normal((len(labels), _hidden_size(model)), key=mx.random.key(mix(seed, 1)))
     return dataclasses.replace(with_arrays(start, {**start.arrays, HEAD: head_LH}, version=start.version), task=spec)
+
+
+def _form_of_data(*, is_multi_label: bool, is_score: bool) -> str:
+    if is_score:
+        return "a number under label"
+    return "any number of names under labels" if is_multi_label else "one name under label"
+
+
+def _form_of(spec: TaskSpec) -> str:
+    """The form of lines that the loss of a classifier fits."""
+    if spec.activation == "none" and spec.task != "score":
+        return "several numbers, for which there is no loss here"
+    return _form_of_data(is_multi_label=spec.activation == "sigmoid", is_score=spec.task == "score")
 
 
 def _refuse(start: Adapter, *tasks: str) -> None:

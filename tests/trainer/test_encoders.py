@@ -184,6 +184,34 @@ def test_a_class_may_have_the_name_that_numbers_have(train: Train, tmp_path: Pat
     assert (kept.task, kept.labels, kept.activation) == ("classify", ("foul", "score"), "softmax")
 
 
+NAME, NAMES_OF_A_TEXT, NUMBER = {"label": "even"}, {"labels": ["even", "small"]}, {"label": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "named"),
+    [
+        (NAME, NAMES_OF_A_TEXT, "any number of names under labels, and model.adapter was trained for one name"),
+        (NAMES_OF_A_TEXT, NAME, "one name under label, and model.adapter was trained for any number of names"),
+        (NAME, NUMBER, "a number under label, and model.adapter was trained for one name"),
+        (NUMBER, NAME, "one name under label, and model.adapter was trained for a number"),
+    ],
+)
+def test_a_classifier_is_trained_further_on_lines_of_its_own_form_alone(
+    train: Train, tmp_path: Path, first: dict[str, Any], then: dict[str, Any], named: str
+) -> None:
+    def learner(row: dict[str, Any]) -> dict[str, Any]:
+        other = {"label": "small"} if row == NAME else row
+        rows = [{"text": f"{a} + 1", **(row if a % 2 else other)} for a in range(6)]
+        return {"trains": "classifier", "data": write(tmp_path / "rows.jsonl", rows), **FAST}
+
+    trainer = {"steps": 1, "evaluate_problems": 0}
+    assert train(learner=learner(first), trainer=trainer) == 0
+    again = {"adapter": str(tmp_path / "run"), "lora": {"rank": 4}}
+    assert train(folder="same", learner=learner(first), trainer=trainer, model=again) == 0
+    with pytest.raises(ProblemError, match=named):
+        train(folder="other", learner=learner(then), trainer=trainer, model=again)
+
+
 def test_a_learning_rate_of_zero_makes_no_version(train: Train, sums: str, tmp_path: Path) -> None:
     learner = {"trains": "embedding", "data": sums, "learning_rate": 0.0}
     train(learner=learner, trainer={"steps": 2, "evaluate_problems": 16, "evaluate_every": 1})
