@@ -19,6 +19,8 @@ VESPO_NEGATIVE = (3.0, 2.0)
 """Shape (k, lambda) of VESPO's weight for advantages of zero and more, and below."""
 VESPO_LOG_RATIO_MIN, VESPO_LOG_RATIO_MAX = math.log(1e-8), 20.0
 """Absolute limits of a sequence's log ratio, as in VESPO's paper."""
+SAPO_LOG_RATIO_MAX = 80.0
+"""The exponential is still a float32, and SAPO's gate has long been 1, with a slope of 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,7 +207,7 @@ def _dropped(tokens: _Tokens, objective: Objective) -> mx.array:
 def _sapo(log_ratio_N: mx.array, advantages_N: mx.array, objective: Objective) -> mx.array:
     """A soft gate in place of the clip; its slope at ratio 1 is 1: https://arxiv.org/abs/2511.20347"""
     temperature_N = mx.where(advantages_N > 0, objective.sapo_temperature_positive, objective.sapo_temperature_negative)
-    gate_N = mx.sigmoid(temperature_N * (mx.exp(log_ratio_N) - 1))
+    gate_N = mx.sigmoid(temperature_N * (mx.exp(mx.minimum(log_ratio_N, SAPO_LOG_RATIO_MAX)) - 1))
     return -advantages_N * gate_N * 4 / temperature_N
 
 

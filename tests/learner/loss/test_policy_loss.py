@@ -164,6 +164,25 @@ def test_a_clipped_ratio_too_large_for_float32_has_a_gradient_of_zero() -> None:
         assert gradients[0] == 0
 
 
+@pytest.mark.parametrize("log_ratio", [-100.0, -1.0, 0.0, 1.0, 20.0, 88.0, 90.0, 500.0])
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_the_gate_of_sapo_is_that_of_its_formula_for_any_ratio(log_ratio: float, advantage: float) -> None:
+    inputs = LossInputs(
+        behaviour_N=mx.array([-1.0 - log_ratio]),
+        advantages_N=mx.array([advantage]),
+        weights_N=mx.ones(1),
+        rows_N=mx.zeros(1, mx.int32),
+        num_rows=1,
+    )
+    objective = Objective(policy="sapo", ratio="sequence_sum")
+    temperature = objective.sapo_temperature_positive if advantage > 0 else objective.sapo_temperature_negative
+    gate = 1 / (1 + math.exp(-temperature * math.expm1(log_ratio)))
+    slope = 4 * gate * (1 - gate) * math.exp(log_ratio)
+    loss, gradients = loss_and_gradients(-mx.ones(1), mx.zeros(1), inputs, objective)
+    assert loss == pytest.approx(-advantage * 4 * gate / temperature, rel=1e-5)
+    assert gradients[0] == pytest.approx(-advantage * slope, rel=1e-4, abs=1e-6)
+
+
 def test_clipping_counts_only_where_it_bounds_the_gradient() -> None:
     logprobs_N = mx.log(mx.array([1.3, 1.3, 0.7, 0.7, 1.3]))
     inputs = LossInputs(
