@@ -95,6 +95,16 @@ def test_vectors_are_those_of_sentence_transformers(
     assert worst <= MAX_ERROR
 
 
+@pytest.mark.parametrize("name", ["e5", "bge_m3"])
+def test_what_pads_a_row_reads_no_position_beyond_the_table(open_tiny: Open, name: str) -> None:
+    tiny = open_tiny(name)
+    embeddings, length = tiny.model.base.embeddings, tiny.model.max_context
+    table = embeddings.position_embeddings
+    beyond = mx.full((48, table.weight.shape[1]), mx.nan)  # in the same buffer, where an index too large would read
+    table.weight = mx.contiguous(mx.concatenate([table.weight, beyond]))[: len(table.weight)]
+    assert mx.isfinite(embeddings(mx.zeros((1, length + 15), mx.int32), None)).all()
+
+
 @pytest.mark.parametrize("name", OF_TASK["score"])
 def test_scores_of_pairs_are_those_of_a_cross_encoder(
     open_tiny: Open, name: str, record_property: Callable[[str, object], None]

@@ -67,12 +67,14 @@ class BertEmbeddings(nn.Module):
         self.token_type_embeddings = nn.Embedding(config["type_vocab_size"], hidden)
         self.LayerNorm = nn.LayerNorm(hidden, eps=config.get("layer_norm_eps", 1e-12))
         self._first_position = first_position(config)
+        self._last_position = config["max_position_embeddings"] - 1
         self._num_types = config["type_vocab_size"]
 
     def __call__(self, tokens_BT: mx.array, first_lengths_B: mx.array | None) -> mx.array:
         positions_T = mx.arange(tokens_BT.shape[1])
-        # rows are padded at their ends, so positions of tokens do not depend on the padding
-        embedded_BTH = self.word_embeddings(tokens_BT) + self.position_embeddings(positions_T + self._first_position)
+        # rows are padded at their ends, so positions of tokens do not depend on the padding, which may outrun the table
+        indices_T = mx.minimum(positions_T + self._first_position, self._last_position)
+        embedded_BTH = self.word_embeddings(tokens_BT) + self.position_embeddings(indices_T)
         types_BT = mx.zeros_like(tokens_BT)
         if first_lengths_B is not None and self._num_types > 1:
             types_BT = (positions_T >= first_lengths_B[:, None]).astype(mx.int32)
