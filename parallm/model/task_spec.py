@@ -94,13 +94,16 @@ def _embed_spec(folder: Path, pooling: Mapping[str, Any], *, normalizes: bool) -
 def head_spec(num_labels: int, config: Mapping[str, Any] = MappingProxyType({})) -> TaskSpec:
     """The spec of a head with this number of rows, by the config.json of transformers. Raises ModelError.
 
-    One number is a score, several are those of labels.
+    One number is a score, several are those of labels. Where no activation is named, a score gets a sigmoid as in
+    sentence-transformers, and several numbers get what the pipeline of transformers gives them.
     """
     named = config.get("id2label") or {}
     labels = tuple(str(named.get(str(index), f"LABEL_{index}")) for index in range(num_labels))
-    usual: Activation = "sigmoid" if num_labels == 1 else "softmax"
-    if config.get("problem_type") == "multi_label_classification":
+    usual: Activation = "softmax"
+    if num_labels == 1 or config.get("problem_type") == "multi_label_classification":
         usual = "sigmoid"
+    elif config.get("problem_type") == "regression":
+        usual = "none"
     kind = config.get("model_type")
     pooling: Pooling = "last" if kind not in ENCODERS else "cls"
     if kind == "modernbert":

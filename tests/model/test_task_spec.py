@@ -167,6 +167,12 @@ BERT = {"model_type": "bert", "architectures": ["BertForSequenceClassification"]
             BERT | {"problem_type": "multi_label_classification"},
             ("classify", ("cls",), "sigmoid", ("LABEL_0", "LABEL_1")),
         ),
+        (BERT | {"problem_type": "regression"}, ("classify", ("cls",), "none", ("LABEL_0", "LABEL_1"))),
+        (BERT | {"problem_type": "regression", "id2label": {"0": "a"}}, ("score", ("cls",), "sigmoid", ("a",))),
+        (
+            BERT | {"problem_type": "regression", "sentence_transformers": {"activation_fn": "torch.nn.Sigmoid"}},
+            ("classify", ("cls",), "sigmoid", ("LABEL_0", "LABEL_1")),
+        ),
         (
             BERT | {"id2label": {"0": "a"}, "sbert_ce_default_activation_function": "torch.nn.modules.linear.Identity"},
             ("score", ("cls",), "none", ("a",)),
