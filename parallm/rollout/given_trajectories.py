@@ -50,6 +50,8 @@ def with_signal(groups: Iterable[TrajectoryGroup], advantage: Advantage) -> tupl
     match advantage:
         case "reinforce_pp":  # compares all trajectories with each other
             trained = groups if len(rewards) > 1 else ()
+        case "batch_std" | "reinforce_pp_baseline":  # the others' statistics are of all groups
+            trained = groups if any(group.has_signal for group in groups) else ()
         case "reward":
             trained = tuple(group for group in groups if any(group.rewards))
         case _:

@@ -164,9 +164,9 @@ class Trainer(Loop):
             faults = [episode for group in rollout_batch.sampled for episode in group.faulty]
             raise_if_none_scored(f"step {self._step}", faults, num_scored)
         if self._idle_steps >= self._rollout.max_idle_steps:
-            reason = (
-                _why_idle(rollout_batch, num_scored) if update is None else f"nothing was changed: {update.skipped}"
-            )
+            is_equal = update is None or (update.fault is None and not rollout_batch.with_signal)
+            skipped = None if update is None else update.skipped
+            reason = _why_idle(rollout_batch, num_scored) if is_equal else f"nothing was changed: {skipped}"
             raise TrainingStopped(
                 f"in {self._idle_steps} steps there was nothing to learn from (rollout.max_idle_steps). In the last "
                 f"one {reason}"

@@ -50,6 +50,8 @@ def test_trajectories_are_grouped_by_their_group_or_their_prompt_and_keep_what_i
         ("group_mean", ((0, 1), (1, 1)), 1),
         ("group_mean", ((1,), (0, 1)), 1),
         ("reinforce_pp", ((1,), (0,)), 2),
+        ("reinforce_pp_baseline", ((0, 1), (1, 1)), 2),
+        ("batch_std", ((0, 1), (1, 1)), 2),
         ("reward", ((1,), (0,)), 1),
     ],
 )
@@ -61,7 +63,8 @@ def test_groups_are_trained_on_where_the_advantage_sees_a_difference(
 
 
 @pytest.mark.parametrize(
-    ("advantage", "rewards"), [("group_std", (1, 1)), ("group_mean", (1,)), ("reinforce_pp", (1, 1)), ("reward", (0,))]
+    ("advantage", "rewards"),
+    [("group_std", (1, 1)), ("group_mean", (1,)), ("reinforce_pp", (1, 1)), ("batch_std", (1, 1)), ("reward", (0,))],
 )
 def test_rewards_without_a_difference_teach_nothing_and_are_refused(
     advantage: Advantage, rewards: tuple[float, ...]

@@ -95,6 +95,16 @@ def test_groups_without_signal_are_trained_on_where_kl_to_the_base_acts_on_them(
     assert {group.has_signal for group in trained} == ({True, False} if coefficient else {True})
 
 
+@pytest.mark.parametrize("advantage", ["batch_std", "reinforce_pp", "reinforce_pp_baseline"])
+def test_groups_without_signal_are_trained_on_where_the_advantage_is_of_the_whole_step(
+    train: Train, trained: list[TrajectoryGroup], tmp_path: Path, advantage: str
+) -> None:
+    rollout = {"problems_per_step": 6, "group_size": 2}
+    train(trainer={"steps": 2}, learner={"advantage": advantage}, rollout=rollout)
+    assert len(trained) == sum(row["groups/sampled"] for row in rows_of(tmp_path / "run"))
+    assert {group.has_signal for group in trained} == {True, False}
+
+
 class Judged:
     """Asks the base what it thinks of each completion; an even number of letters is praise."""
 

@@ -257,6 +257,15 @@ def test_when_nothing_teaches_anything_training_stops_and_says_so(train: Train, 
     assert {row["update/skipped"] for row in rows} == {"no group had a signal"}
 
 
+def test_a_whitened_step_of_equal_rewards_changes_nothing_and_training_stops(
+    train: Train, constant: Any, tmp_path: Path
+) -> None:
+    learner, rollout = {"advantage": "reinforce_pp"}, {"max_idle_steps": 2, "refill_rounds": 0}
+    with pytest.raises(TrainingStopped, match=r"in 2 steps there was .* the same reward \(\[0\.5\]\).*group_size"):
+        train(constant(), learner=learner, rollout=rollout, trainer={"steps": 9})
+    assert {row["update/skipped"] for row in rows_of(tmp_path / "run")} == {"the gradient is zero"}
+
+
 def test_what_was_learned_before_nothing_teaches_any_more_is_saved(train: Train, constant: Any, tmp_path: Path) -> None:
     idle = {"max_idle_steps": 2, "refill_rounds": 0}
     with pytest.raises(TrainingStopped):

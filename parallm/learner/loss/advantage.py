@@ -20,6 +20,8 @@ import numpy as np
 from parallm.errors import TrainingStopped
 from parallm.learner.settings import Advantage
 
+OF_STEP: tuple[Advantage, ...] = ("batch_std", "reinforce_pp", "reinforce_pp_baseline")
+"""Advantages with statistics of all rewards of the step: a group of equal rewards changes those of the others."""
 STANDARD_DEVIATION_EPSILON = 1e-4
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
 """Advantages are float32: a larger reward counts as infinite."""
@@ -38,7 +40,7 @@ def advantages(
     if not groups:
         return np.zeros(0, np.float32)
     rewards_S = np.concatenate(groups)
-    if kind in ("batch_std", "reinforce_pp", "reinforce_pp_baseline") and not np.isfinite(rewards_S).all():
+    if kind in OF_STEP and not np.isfinite(rewards_S).all():
         return np.full(len(rewards_S), np.nan, np.float32)
     if kind == "reinforce_pp":
         return _whitened(rewards_S, num_tokens_S).astype(np.float32)
@@ -56,7 +58,7 @@ def _group_advantages(kind: Advantage, rewards_G: np.ndarray) -> np.ndarray:
         return np.full(len(rewards_G), np.nan)
     if kind == "reward":
         return rewards_G
-    centred_G = rewards_G - rewards_G.mean()
+    centred_G = _centred(rewards_G, rewards_G.mean())
     if kind == "group_std":
         return centred_G / (_std(rewards_G) + STANDARD_DEVIATION_EPSILON)
     if kind == "rloo":
@@ -79,8 +81,13 @@ def _divided_by_mean(rewards_G: np.ndarray, centred_G: np.ndarray) -> np.ndarray
 def _whitened(values_S: np.ndarray, num_tokens_S: Sequence[int]) -> np.ndarray:
     """Normalised to mean 0 and standard deviation 1 over all tokens of the step; a token has its completion's value."""
     share_S = np.asarray(num_tokens_S, np.float64) / max(sum(num_tokens_S), 1)
-    centred_S = values_S - (share_S * values_S).sum()
+    centred_S = _centred(values_S, (share_S * values_S).sum())
     return centred_S / (np.sqrt((share_S * centred_S**2).sum()) + STANDARD_DEVIATION_EPSILON)
+
+
+def _centred(values: np.ndarray, mean: float) -> np.ndarray:
+    """Values minus their mean; exactly 0 if they are equal, where rounding would leave a gradient."""
+    return values - mean if (values != values[:1]).any() else np.zeros(len(values))
 
 
 def _std(values: np.ndarray) -> float:

@@ -26,6 +26,7 @@ from typing import Any, get_args
 import numpy as np
 
 from parallm.errors import ConfigError
+from parallm.learner.loss.advantage import OF_STEP
 from parallm.learner.settings import (
     Advantage,
     Aggregation,
@@ -74,13 +75,14 @@ class Objective:
 
     @property
     def needs_all_groups(self) -> bool:
-        """Whether groups with equal rewards have a gradient, by KL to the base or the entropy bonus.
+        """Whether groups with equal rewards count: in the advantages of all groups, by KL to the base or the bonus.
 
         KL in the reward makes rewards differ; divided by their standard deviation, KL alone would count as much as
         rewards, so such groups are dropped with `group_std`. KL to the sampler does not count, as in prime-rl.
         """
         is_amplified = self.kl_placement == "reward" and self.advantage == "group_std"
-        return self.entropy_coefficient > 0 or (self.needs_base and not is_amplified)
+        has_gradient = self.entropy_coefficient > 0 or (self.needs_base and not is_amplified)
+        return has_gradient or self.advantage in OF_STEP
 
 
 def token_weight(objective: Objective, *, length: int, num_tokens: int, num_completions: int, max_tokens: int) -> float:

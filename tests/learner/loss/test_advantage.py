@@ -56,6 +56,7 @@ def test_reinforce_pp_with_a_baseline_takes_off_the_mean_of_the_group_first() ->
 def test_equal_rewards_have_no_advantage(kind: Advantage) -> None:
     assert one_group(kind, *[0.5] * 8) == [0.0] * 8
     assert one_group(kind, *[0.0] * 8) == [0.0] * 8
+    assert one_group(kind, *[0.1] * 3) == [0.0] * 3, "exactly, where the mean is rounded"
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -88,10 +88,13 @@ def test_all_contradictions_are_named_at_once() -> None:
         ({"preset": "rloo", "kl_coefficient": 0.05}, True),
         ({"preset": "grpo", "kl_coefficient": 0.05, "kl_placement": "reward"}, False),  # its std would blow KL up
         ({"preset": "dr_grpo", "kl_coefficient": 0.05, "kl_placement": "reward"}, True),
+        ({"preset": "reinforce_pp"}, True),  # whitened over all tokens of the step
+        ({"advantage": "reinforce_pp"}, True),
+        ({"advantage": "batch_std"}, True),
     ],
     ids=str,
 )
-def test_groups_of_equal_rewards_are_needed_where_something_else_has_a_gradient(
+def test_groups_of_equal_rewards_are_needed_where_they_count_for_the_gradient(
     choices: dict[str, object], needs_all: bool
 ) -> None:
     assert resolve_objective(LearnerSettings(**choices)).needs_all_groups == needs_all  # type: ignore[arg-type]
