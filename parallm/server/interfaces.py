@@ -228,6 +228,9 @@ class Encoder(Protocol):
     def end_token(self, spec: TaskSpec) -> int | None:
         """Return the token that every row has to end with; None: any."""
 
+    def frame(self, spec: TaskSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the tokens before and after each text that `encode_text` encodes."""
+
     async def encode(self, request: EncodeRequest) -> np.ndarray:
         """Return a vector, or a number for each label, for each row, float32.
 

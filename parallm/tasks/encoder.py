@@ -35,7 +35,6 @@ from parallm.tasks.settings import TaskSettings
 from parallm.tasks.templates import FAMILIES, family_of
 from parallm.types import Activation, EncodeRequest, TaskSpec
 
-PROBE = "a"
 HIDDEN = "last_hidden_state"
 Result = TypeVar("Result")
 NO_SPEC = (
@@ -96,7 +95,7 @@ class Encoder:
     @property
     def appended_token(self) -> int | None:
         """The token that texts for vectors get at their end, unless the tokenizer itself adds it."""
-        own = self._model.tokenizer.encode(PROBE)[-1:]
+        own = self._model.tokenizer.text_frame[1][-1:]
         return None if self._end_token is None or own == (self._end_token,) else self._end_token
 
     def begin(self, policy: str, spec: TaskSpec) -> None:
@@ -164,6 +163,11 @@ class Encoder:
         if spec.task != "embed":
             return None
         return self._end_token if spec.end_token is None else spec.end_token
+
+    def frame(self, spec: TaskSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The tokens before and after each text that `encode_text` encodes."""
+        (before, after), end = self._model.tokenizer.text_frame, self.end_token(spec)
+        return before, after if end is None or after[-1:] == (end,) else (*after, end)
 
     async def encode(self, request: EncodeRequest) -> np.ndarray:
         """Numbers (N, D), float32, in the order of the rows: vectors, or one number for each label.
@@ -336,9 +340,8 @@ def _end_token(model: SharedModel, folder: Path, settings: TaskSettings) -> int 
     """The token that ends every text of the base; None if texts end as they are."""
     if settings.end_token is not None:
         return model.tokenizer.end_token if settings.end_token == "append" else None
-    plain, whole = model.tokenizer.encode_more(PROBE), model.tokenizer.encode(PROBE)
-    if whole[-1:] != plain[-1:]:
-        return whole[-1]
+    if after := model.tokenizer.text_frame[1]:
+        return after[-1]
     return model.tokenizer.end_token if adds_end_token(folder) else None
 
 

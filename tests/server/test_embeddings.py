@@ -25,6 +25,8 @@ class LengthEncoder:
     found: TaskSpec = SPEC
     end: int | None = None
     """Token that ends every text."""
+    begin: tuple[int, ...] = ()
+    """Tokens before every text."""
     refusal: Exception | None = None
     vocabulary_size: int = 1000
     requests: list[EncodeRequest] = field(default_factory=list)
@@ -35,7 +37,11 @@ class LengthEncoder:
         return self.found
 
     def encode_text(self, text: str, spec: TaskSpec) -> tuple[int, ...]:
-        return (*map(ord, text), *(() if self.end is None else (self.end,)))
+        before, after = self.frame(spec)
+        return (*before, *map(ord, text), *after)
+
+    def frame(self, spec: TaskSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return self.begin, () if self.end is None else (self.end,)
 
     def end_token(self, spec: TaskSpec) -> int | None:
         return self.end
@@ -168,6 +174,26 @@ def test_only_a_request_that_asks_for_it_is_cut_and_the_end_token_stays(
     encoder.end = END
     assert embed(input="a" * 40 + "b", **fields).status_code == 200
     assert encoder.requests[0].rows == ((*map(ord, row), END),)
+
+
+@pytest.mark.parametrize(
+    ("given", "side", "row"),
+    [
+        ("abcd", "right", (7, 97, END)),
+        ("abcd", "left", (7, 100, END)),
+        ([7, 5, 6, END], "left", (7, 6, END)),
+        ([4, 5, 6, END], "left", (5, 6, END)),  # token ids that lack the first
+        ([4, 5, 6, END], "right", (4, 5, END)),
+    ],
+)
+def test_what_the_tokenizer_puts_around_a_text_is_not_cut(
+    embed: Embed, encoder: LengthEncoder, given: str | list[int], side: str, row: tuple[int, ...]
+) -> None:
+    encoder.begin, encoder.end = (7,), END
+    assert embed(input=given, truncate_prompt_tokens=3, truncation_side=side).status_code == 200
+    assert encoder.requests[0].rows == (row,)
+    refused = embed(input="abcd", truncate_prompt_tokens=1).json()["error"]
+    assert (refused["param"], "2 tokens around a text" in refused["message"]) == ("truncate_prompt_tokens", True)
 
 
 def test_a_very_long_text_that_is_cut_is_not_encoded_whole(embed: Embed, encoder: LengthEncoder) -> None:

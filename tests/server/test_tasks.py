@@ -46,6 +46,9 @@ class LetterEncoder:
     def end_token(self, spec: TaskSpec) -> int | None:
         return None
 
+    def frame(self, spec: TaskSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return (), ()
+
     def encode_pairs(
         self, spec: TaskSpec, query: str, documents: Sequence[str], **asked: Any
     ) -> list[tuple[tuple[int, ...], int]]:

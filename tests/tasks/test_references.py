@@ -6,12 +6,14 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
 from parallm.device.streams import DeviceStreams
 from parallm.engine.engine import Engine
@@ -23,6 +25,7 @@ from parallm.model.encoders import bert, modernbert
 from parallm.model.load import load_shared_model
 from parallm.model.settings import LoraSettings, ModelSettings
 from parallm.model.shared_model import SharedModel
+from parallm.server.tasks.texts import Chosen, Cut, Side, read_rows
 from parallm.tasks.encoder import Encoder
 from parallm.tasks.settings import TaskSettings
 from parallm.types import EncodeRequest, GenerationRequest, SamplingParams
@@ -93,6 +96,20 @@ def test_vectors_are_those_of_sentence_transformers(
         worst = max(worst, error(encode(tiny.encoder, rows), tiny.reference["prompted"]))
     record_property("tasks.worst_embedding_error", worst)
     assert worst <= MAX_ERROR
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("name", [name for name in NAMES if read(name)["task"] != "answer"])
+def test_a_text_is_cut_as_transformers_cuts_it(open_tiny: Open, tmp_path: Path, name: str, side: Side) -> None:
+    tiny, text = open_tiny(name), "the red tree is not in the river for the dog of the cat " * 2
+    spec, appended = tiny.encoder.spec("base"), tiny.encoder.appended_token
+    end = () if appended is None or spec.task != "embed" else (appended,)
+    theirs = AutoTokenizer.from_pretrained(tmp_path / name, truncation_side=side)
+    engine, chosen = SimpleNamespace(max_context=512), Chosen(model="base", spec=spec, encoder=tiny.encoder)
+    service: Any = SimpleNamespace(engine=engine, tokenizer=tiny.model.tokenizer)
+    for tokens in (3, 8):
+        expected = theirs(text, truncation=True, max_length=tokens - len(end))["input_ids"]
+        assert read_rows(service, chosen, [text], Cut(tokens=tokens, side=side)) == ((*expected, *end),)
 
 
 @pytest.mark.parametrize("name", ["e5", "bge_m3"])

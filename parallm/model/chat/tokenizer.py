@@ -98,6 +98,14 @@ class ChatTokenizer:
         return self.encode_more(filled)
 
     @cached_property
+    def text_frame(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Token ids that the tokenizer puts before and after a text, such as those of [CLS] and [SEP]."""
+        text, whole = self.encode_more("a"), self.encode("a")
+        starts = (start for start in range(len(whole)) if whole[start : start + len(text)] == text)
+        start = next(starts, 0)
+        return whole[:start], whole[start + len(text) :]
+
+    @cached_property
     def pair_frame(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
         """Token ids before, between and after two texts that the model reads as a pair."""
         encoded = self._tokenizer("a", "b")

@@ -131,26 +131,19 @@ def read_rows(
 ) -> tuple[tuple[int, ...], ...]:
     """Return the token ids that the model reads of each text. Raises InvalidRequest naming `field`."""
     context = min(service.engine.max_context, chosen.spec.max_tokens or service.engine.max_context)
-    limit, end = cut.limit(context), chosen.encoder.end_token(chosen.spec)
-    return tuple(_row(service, chosen, prompt, item, cut, limit, end, field) for item in inputs)
+    limit = cut.limit(context)
+    return tuple(_row(service, chosen, prompt, item, cut, limit, field) for item in inputs)
 
 
 def _row(
-    service: Service,
-    chosen: Chosen,
-    prompt: str,
-    item: Input,
-    cut: Cut,
-    limit: int,
-    end: int | None,
-    field: str,
+    service: Service, chosen: Chosen, prompt: str, item: Input, cut: Cut, limit: int, field: str
 ) -> tuple[int, ...]:
     if isinstance(item, str):
         text = bounded(service, prompt + item, field, cuts=cut.tokens is not None)
         tokens = chosen.encoder.encode_text(text, chosen.spec)
     else:
-        tokens = _checked(chosen, prompt, item, end, field)
-    return _cut(tokens, cut, limit, end, field)
+        tokens = _checked(chosen, prompt, item, field)
+    return _cut(chosen, tokens, cut, limit, field)
 
 
 def read_chats(
@@ -168,12 +161,15 @@ def read_chats(
         check_texts(texts, "messages", service.tokenizer, service.engine.max_context)
         tokens = service.tokenizer.encode_prompt([to_turn(message) for message in chat], end="message").tokens
         ended = tokens if end is None or tokens[-1:] == (end,) else (*tokens, end)
-        rows.append(_cut(ended, cut, limit, end, "messages"))
+        rows.append(_cut(chosen, ended, cut, limit, "messages"))
     return tuple(rows)
 
 
-def _cut(tokens: tuple[int, ...], cut: Cut, limit: int, end: int | None, field: str) -> tuple[int, ...]:
-    """Return what is kept of a row. Raises ContextTooLong where nothing may be cut."""
+def _cut(chosen: Chosen, tokens: tuple[int, ...], cut: Cut, limit: int, field: str) -> tuple[int, ...]:
+    """Return what is kept of a row: the tokens around its text, such as [CLS] and [SEP], and one side of the text.
+
+    Raises ContextTooLong where nothing may be cut, InvalidRequest where the tokens around the text do not fit.
+    """
     if cut.tokens is None and len(tokens) > limit:
         raise ContextTooLong(
             f"an input has {len(tokens)} tokens and this model's maximum context length is {limit}; shorten it, send "
@@ -183,10 +179,24 @@ def _cut(tokens: tuple[int, ...], cut: Cut, limit: int, end: int | None, field: 
         )
     if len(tokens) <= limit:
         return tokens
-    kept = 0 if end is None else 1  # pooling reads the end token
-    tokens = tokens[: len(tokens) - kept]
-    short = tokens[: limit - kept] if cut.side == "right" else tokens[len(tokens) - limit + kept :]
-    return short if end is None else (*short, end)
+    before, after = chosen.encoder.frame(chosen.spec)
+    # token ids and chats may lack some of them
+    start = _num_shared(tokens, before)
+    stop = len(tokens) - _num_shared(tokens[::-1], after[::-1])
+    room = limit - start - (len(tokens) - stop)
+    if room < 0:
+        raise InvalidRequest(
+            f"truncate_prompt_tokens is {limit}, and there are {limit - room} tokens around a text; send more",
+            "truncate_prompt_tokens",
+        )
+    text = tokens[start : start + room] if cut.side == "right" else tokens[stop - room : stop]
+    return (*tokens[:start], *text, *tokens[stop:])
+
+
+def _num_shared(row: tuple[int, ...], other: tuple[int, ...]) -> int:
+    """Return the number of tokens that both begin with."""
+    pairs = enumerate(zip(row, other, strict=False))
+    return next((index for index, (token, expected) in pairs if token != expected), min(len(row), len(other)))
 
 
 def bounded(service: Service, text: str, field: str, *, cuts: bool) -> str:
@@ -199,7 +209,7 @@ def bounded(service: Service, text: str, field: str, *, cuts: bool) -> str:
     return text if len(text) <= 2 * most else text[:most] + text[-most:]
 
 
-def _checked(chosen: Chosen, prompt: str, tokens: list[int], end: int | None, field: str) -> tuple[int, ...]:
+def _checked(chosen: Chosen, prompt: str, tokens: list[int], field: str) -> tuple[int, ...]:
     """Return given token ids. Raises InvalidRequest for those of another tokenizer, as far as that can be seen."""
     if prompt:
         raise InvalidRequest("a prompt is put before texts, and the input is token ids; send texts", field)
@@ -209,6 +219,7 @@ def _checked(chosen: Chosen, prompt: str, tokens: list[int], end: int | None, fi
             "of another tokenizer; send texts (in LangChain check_embedding_ctx_length=False)",
             field,
         )
+    end = chosen.encoder.end_token(chosen.spec)
     if end is not None and tokens[-1] != end:
         raise InvalidRequest(
             f"token ids should end with {end}, the end token whose state this model pools; send texts, or ids with it",
