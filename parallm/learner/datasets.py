@@ -1,7 +1,8 @@
 """Given training data: lines of jsonl as examples to imitate or to compare, and lines held out to evaluate on.
 
 A demonstration is {"prompt": "...", "completion": "..."}; a line with a `reward` (a sample of a run) counts from
-`learner.data_reward_min` on, and one with a `finish_reason` only if it is `stop`. A pair is {"prompt": "...", "chosen":
+`learner.data_reward_min` on, and one with a `finish_reason` only if it is `stop`. Samples with replies of an
+environment, or without a known prompt, are left out. A pair is {"prompt": "...", "chosen":
 "...", "rejected": "..."}; an optional `margin` is the least difference of the two scores. Any line may have `messages`,
 [{"role": ..., "content": ...}], in place of `prompt`.
 
@@ -15,6 +16,7 @@ import hashlib
 import json
 import logging
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +32,8 @@ from parallm.types import Message, Problem, Trajectory, TrajectoryGroup
 HELD_OUT = 10
 """One prompt in ten is held out, without a file of held-out lines."""
 SAMPLES = "samples.jsonl"
+NUM_TOKENS, NUM_TRAINED_TOKENS = "num_tokens", "num_trained_tokens"
+"""Fields of a sample: tokens of the completion, and those of them that the run learned from."""
 NEGATIVE = re.compile(r"negative(_[1-9][0-9]*)?")
 TARGET = "score"
 """Label of texts that have a number in place of names."""
@@ -201,7 +205,36 @@ def _accepted(rows: list[tuple[int, Row]], reward_min: float, path: Path, key: s
             f"{max(rewards, default=None)}, learner.data_reward_min={reward_min:g}"
         )
     logger.info("%s: %d of %d completions count", path, len(accepted), len(rows))
-    return accepted
+    return _imitable(accepted, path, key)
+
+
+def _imitable(rows: list[tuple[int, Row]], path: Path, key: str) -> list[tuple[int, Row]]:
+    """The rows without samples whose completion is not an answer of the policy to a known prompt."""
+    flaws = Counter(flaw for _, row in rows if (flaw := _flaw(row)) is not None)
+    for flaw, count in flaws.items():
+        logger.warning("%s: %d of %d samples are left out, since %s", path, count, len(rows), flaw)
+    if flaws.total() == len(rows):
+        raise ProblemError(f"{key}: all {len(rows)} samples of {path} are left out, since {'; '.join(flaws)}")
+    imitable = [(number, row) for number, row in rows if _flaw(row) is None]
+    num_old = sum(NUM_TOKENS in row and NUM_TRAINED_TOKENS not in row for _, row in imitable)
+    if num_old:
+        logger.warning(
+            "%s: %d of %d samples are of an older version, which kept no roles: a system message counts as the user's, "
+            "and an environment's replies count as the policy's words; sample again if the run has either",
+            path,
+            num_old,
+            len(rows),
+        )
+    return imitable
+
+
+def _flaw(row: Row) -> str | None:
+    """Why a sample of a run cannot be imitated; None if it can, or if the line is no sample."""
+    if NUM_TRAINED_TOKENS not in row:
+        return None
+    if row[NUM_TRAINED_TOKENS] != row.get(NUM_TOKENS):
+        return "they hold tokens that the policy did not write, such as an environment's replies"
+    return None if row.get("messages") else "their prompts are not known as messages"
 
 
 def _is_accepted(row: Row, reward_min: float) -> bool:

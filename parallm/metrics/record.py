@@ -142,11 +142,17 @@ def pick_samples(groups: Sequence[TrajectoryGroup], count: int) -> list[tuple[Tr
 
 
 def sample_row(step: int, group: TrajectoryGroup, trajectory: Trajectory) -> dict[str, Any]:
-    """Return what a person wants to read of one completion."""
+    """Return one completion for people, and for `learner=sft learner.data=RUN`.
+
+    `prompt` has the contents alone, `messages` the roles, too. `num_trained_tokens` is below `num_tokens` if
+    `completion` holds tokens that the policy does not learn, such as an environment's replies.
+    """
+    messages = group.problem.messages
     return {
         "step": step,
         "problem_id": trajectory.problem_id,
-        "prompt": "\n".join(message.content for message in group.problem.messages),
+        "messages": [{"role": message.role, "content": message.content} for message in messages],
+        "prompt": "\n".join(message.content for message in messages),
         "completion": trajectory.text,
         "answer": group.problem.answer,
         "reward": trajectory.reward,
@@ -154,4 +160,5 @@ def sample_row(step: int, group: TrajectoryGroup, trajectory: Trajectory) -> dic
         "version": trajectory.weight_versions[-1].version if trajectory.weight_versions else None,
         "finish_reason": trajectory.finish_reason,
         "num_tokens": len(trajectory.tokens),
+        "num_trained_tokens": sum(trajectory.loss_mask),
     }

@@ -14,11 +14,12 @@ from parallm.errors import ConfigError, ProblemError
 from parallm.learner.datasets import Dataset, Example, read_dataset, to_group
 from parallm.learner.learner import Learner
 from parallm.learner.settings import LearnerSettings
+from parallm.metrics.record import sample_row
 from parallm.model.adapters.adapter import make_adapter
 from parallm.model.adapters.initial import initial_arrays
 from parallm.model.shared_model import SharedModel
 from parallm.reports import UpdateReport
-from parallm.types import Message
+from parallm.types import Message, Problem, Trajectory, TrajectoryGroup
 
 QUESTION = (Message(role="user", content="Tom has 3 pens and gets 4 more. How many pens does Tom have now?"),)
 ANSWER = "3 + 4 = 7\n#### 7"
@@ -42,6 +43,25 @@ def split(path: Path, *, holds_out: bool = True, **settings: Any) -> Dataset:
     found = read_dataset(LearnerSettings(preset="sft", data=str(path), **settings), holds_out=holds_out)
     assert found is not None
     return found
+
+
+def sample(messages: tuple[Message, ...] = QUESTION, loss_mask: tuple[bool, ...] = (True, True)) -> dict[str, Any]:
+    """A line of samples.jsonl as a run writes it."""
+    trajectory = Trajectory(
+        problem_id="p",
+        prompt_tokens=(1,),
+        tokens=(5,) * len(loss_mask),
+        loss_mask=loss_mask,
+        logprobs=(-0.1,) * len(loss_mask),
+        temperature=1.0,
+        weight_versions=(),
+        reward_parts={},
+        reward=1.0,
+        text=ANSWER,
+        finish_reason="stop",
+    )
+    problem = Problem(problem_id="p", messages=messages, answer="7")
+    return sample_row(1, TrajectoryGroup(problem=problem, trajectories=(trajectory,)), trajectory)
 
 
 def test_a_prompt_is_what_the_user_says(tmp_path: Path) -> None:
@@ -69,6 +89,32 @@ def test_of_a_run_the_samples_count_that_were_rewarded_and_ended_by_themselves(t
     first, second = (f"learner.data: line {number}" for number in (1, 2))
     assert [one.example_id for one in read(tmp_path)] == [first]
     assert [one.example_id for one in read(tmp_path, data_reward_min=0.5)] == [first, second]
+
+
+def test_a_sample_is_learned_after_the_very_messages_that_it_answered(tmp_path: Path) -> None:
+    messages = (Message(role="system", content="Be brief."), Message(role="user", content="1 + 1?"))
+    write_lines(tmp_path / "samples.jsonl", sample(messages))
+    assert [one.messages for one in read(tmp_path)] == [messages]
+
+
+def test_samples_with_replies_or_without_a_prompt_are_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    replied, unknown = sample(loss_mask=(True, False, True)), sample(())
+    path = write_lines(tmp_path / "samples.jsonl", replied, sample(), replied, unknown)
+    assert [one.example_id for one in read(tmp_path)] == ["learner.data: line 2"]
+    assert f"{path}: 2 of 4 samples are left out, since they hold tokens that the policy did not write" in caplog.text
+    assert f"{path}: 1 of 4 samples are left out, since their prompts are not known" in caplog.text
+    write_lines(path, replied)
+    with pytest.raises(ProblemError, match=r"all 1 samples of .* are left out, since they hold tokens"):
+        read(tmp_path)
+
+
+def test_samples_of_an_older_version_are_read_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    row = {name: value for name, value in sample().items() if name not in ("messages", "num_trained_tokens")}
+    path = write_lines(tmp_path / "samples.jsonl", row)
+    assert len(read(tmp_path)) == 1
+    assert f"{path}: 1 of 1 samples are of an older version" in caplog.text
 
 
 def test_a_run_without_accepted_samples_says_which_reward_was_the_largest(tmp_path: Path) -> None:

@@ -78,6 +78,7 @@ def test_samples_come_from_as_many_problems_as_possible(tmp_path: Path, step: Ma
         "step": 7,
         "time": pytest.approx(time.time(), abs=60),
         "problem_id": "a",
+        "messages": [{"role": "user", "content": "ask a"}],
         "prompt": "ask a",
         "completion": "a0",
         "answer": "5",
@@ -86,6 +87,7 @@ def test_samples_come_from_as_many_problems_as_possible(tmp_path: Path, step: Ma
         "version": 6,
         "finish_reason": "stop",
         "num_tokens": 2,
+        "num_trained_tokens": 2,
     }
 
 
