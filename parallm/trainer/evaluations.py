@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from parallm.checkpoint.format import read_score, read_version
@@ -42,11 +43,16 @@ class Evaluations:
         self._best_version: int | None = None  # the newest of equals
         self._since_best = 0  # evaluations in a row that were no better
         self._latest: EvaluationReport | None = None
+        self._evaluated_step: int | None = None  # of the newest evaluation that was not dropped
 
     def is_due(self, step: int) -> bool:
         """Whether to evaluate after `step` finished steps."""
         every = self._settings.evaluate_every
         return step >= self._settings.steps or (every > 0 and step % every == 0)
+
+    def is_missed(self, step: int) -> bool:
+        """Whether the evaluation after `step` finished steps is due and was dropped or never begun."""
+        return self.is_due(step) and self._evaluated_step != step
 
     @property
     def is_out_of_patience(self) -> bool:
@@ -78,11 +84,13 @@ class Evaluations:
             if step == 0:
                 raise
             logger.error("after step %d there is no evaluation, and training goes on: %s", step, error)
+            self._evaluated_step = step
             return None
         if evaluation is None:
             logger.warning("the evaluation after step %d was dropped, since the run is to stop", step)
             return None
         self._latest = report = evaluation.report
+        self._evaluated_step = step
         self._context.recorder.evaluation(report, evaluation.completions)
         self._context.display.evaluation(report)
         self._rank(report, costs_patience=report.step > 0 and not is_requested)
@@ -118,9 +126,18 @@ class Evaluations:
 
     def counters(self) -> dict[str, Any]:
         """Counters for a checkpoint."""
-        return {"best": self._best, "best_version": self._best_version, "since_best": self._since_best}
+        return {
+            "best": self._best,
+            "best_version": self._best_version,
+            "since_best": self._since_best,
+            "evaluated_step": self._evaluated_step,
+        }
 
-    def resume(self, counters: dict[str, Any]) -> None:
+    def resume_after(self, step: int, counters: Mapping[str, Any]) -> None:
+        """Restore whether `step` was evaluated; older checkpoints do not say so, and theirs counts as evaluated."""
+        self._evaluated_step = counters.get("evaluated_step", step)
+
+    def resume(self, counters: Mapping[str, Any]) -> None:
         """Restore the best version, or the best saved one if it was not saved."""
         self._since_best = int(counters.get("since_best", 0))
         self._best, self._best_version = counters["best"], counters.get("best_version")

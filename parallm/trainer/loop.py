@@ -81,6 +81,7 @@ class Loop(ABC):
         if state.step >= (steps := self._settings.steps):
             logger.warning("step %d is done, so nothing is left with trainer.steps=%d; raise it", state.step, steps)
         counters = dict(state.counters)
+        self._evaluations.resume_after(state.step, counters)
         if not self._context.facts.draws_same_problems(state.facts):
             logger.warning("the problems or their order are not those of step %d: they begin anew", state.step)
         if self._context.facts.scores_same_problems(state.facts):
@@ -125,6 +126,8 @@ class Loop(ABC):
     async def _run(self) -> None:
         if self._step == 0:
             await self._evaluate()
+        elif self._evaluations.is_missed(self._step):
+            await self._make_up_evaluation()
         try:
             while not self._is_over():
                 await self.pacing.before_step(self._is_over, self._wait, self._is_ready)
@@ -136,6 +139,15 @@ class Loop(ABC):
         if self._saver.saved_step < self._step:
             self._set("saving")
             await self._saver.save()
+
+    async def _make_up_evaluation(self) -> None:
+        """Evaluate the step that the run resumes after, and save it again with its score."""
+        if await self._evaluate() is None:
+            return
+        self._saver.mark_outdated()  # the end of the run saves it, if the run is over
+        if not self._is_over():
+            self._set("saving")
+            await self._saver.try_save()
 
     def _wait(self) -> None:
         state: State = "paused" if self.pacing.is_paused else "collecting"

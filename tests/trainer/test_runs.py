@@ -424,6 +424,37 @@ def test_an_interrupt_drops_the_evaluation_and_saves_the_steps_before(
     assert saved_steps(tmp_path / "run") == [1]
 
 
+@pytest.mark.parametrize("step", [1, 2])  # between two steps, and at the end
+def test_a_resumed_run_makes_up_the_evaluation_that_was_dropped(
+    step: int, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"steps": 2, "evaluate_problems": 4, "evaluate_every": 1, "keep_best": True}
+    auto = {"resume": "auto", "every": 100}
+    with monkeypatch.context() as patch:
+        interrupt_evaluation(step, patch)
+        train(trainer=settings, checkpoint=auto)
+    train(trainer=settings, checkpoint=auto)
+    train(folder="whole", trainer=settings, checkpoint=auto)
+    resumed, whole = newest_state(tmp_path / "run"), newest_state(tmp_path / "whole")
+    assert (resumed.score, resumed.counters) == (whole.score, whole.counters)
+    for name in ("metrics.jsonl", "evaluations.jsonl"):
+        assert rows_of(tmp_path / "run", name) == rows_of(tmp_path / "whole", name)
+
+
+def test_a_step_of_an_older_checkpoint_counts_as_evaluated(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"steps": 1, "evaluate_problems": 4}
+    with monkeypatch.context() as patch:
+        interrupt_evaluation(1, patch)
+        train(trainer=settings)
+    state = newest_state(tmp_path / "run")
+    older = {name: value for name, value in state.counters.items() if name != "evaluated_step"}
+    CheckpointManager(tmp_path / "run", CheckpointSettings()).save(replace(state, counters=older))
+    assert train(trainer=settings, checkpoint={"resume": "auto"}) == 0
+    assert [row["step"] for row in rows_of(tmp_path / "run", "evaluations.jsonl")] == [0]
+
+
 def test_an_interrupted_run_goes_on_as_if_nothing_had_been(train: Train, calling: Any, tmp_path: Path) -> None:
     auto = {"resume": "auto", "every": 100}
     train(calling(interrupt, 3), trainer={"steps": 3}, checkpoint=auto)
