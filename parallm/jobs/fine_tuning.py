@@ -11,7 +11,8 @@ import logging
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -33,7 +34,10 @@ from parallm.jobs.store import JobStore, Page
 from parallm.jobs.training_files import read_problems, write_demonstrations
 from parallm.metrics.json_lines import write_whole
 
-TRAIN, HELD_OUT = "train.jsonl", "held_out.jsonl"
+TRAIN, HELD_OUT, START = "train.jsonl", "held_out.jsonl", "start"
+"""In a job's folder: what it learns and is evaluated on, and the adapter that it starts from."""
+NOT_KEPT = (TRAIN, HELD_OUT, START, "step_*", "aside_step_*")
+"""What a failed job does not keep; its log and its metrics stay."""
 COLUMNS = ("step", "train_loss", "train_mean_reward", "valid_loss", "valid_mean_reward", "valid_accuracy")
 """Columns of the result file."""
 DISK_SECONDS = 10.0
@@ -95,6 +99,7 @@ class FineTuning:
         self._clock = clock
         self._changed = asyncio.Event()
         self._running: TuningOrder | None = None
+        self._at_work: str | None = None  # the job whose files are checked, or that is trained
         self._is_closing = False
         self.unload: Callable[[str], None] = lambda name: None
         """Forgets a model that will not be asked any more."""
@@ -147,13 +152,13 @@ class FineTuning:
         return self._rows.checkpoints.page(groups=(name,), after=after, limit=limit)
 
     def cancel(self, name: str, owner: str | None) -> FineTuningJob:
-        """End a job for good; its checkpoints are forgotten. Raises UnknownObject, InvalidRequest."""
+        """End a job for good; its checkpoints are forgotten. Call `clean_up` next. Raises UnknownObject,
+        InvalidRequest."""
         job = self._open(name, owner, "cancel")
         with self._rows.changing():
             job = self._rows.put(job, "cancelled", finished_at=int(self._clock()), estimated_finish=None)
             self._rows.tell(job.id, "cancelled", "The job was cancelled")
-            for checkpoint in self._rows.checkpoints.all((job.id,)):
-                self._rows.checkpoints.delete(checkpoint.id)
+            self._rows.forget_checkpoints(job.id)
         if not self._stop(job.id):
             self.unload(self.model_name(job))
         return job
@@ -185,9 +190,19 @@ class FineTuning:
         """Delete the checkpoints of the job that has made this model, if one has, so that no restart serves it."""
         for job in self._rows.jobs.all(("succeeded",)):
             if job.fine_tuned_model == name:
-                for checkpoint in self._rows.checkpoints.all((job.id,)):
-                    self._rows.checkpoints.delete(checkpoint.id)
+                self._rows.forget_checkpoints(job.id)
                 await asyncio.to_thread(shutil.rmtree, self.folder(job.id), ignore_errors=True)
+
+    async def clean_up(self, job_id: str) -> None:
+        """Delete the folder of a cancelled job, and data and checkpoints of a failed one; `run` does so for a job that
+        is at work."""
+        if job_id == self._at_work:
+            return
+        status, folder = self._rows.jobs.get(job_id).status, self.folder(job_id)
+        if status == "cancelled":
+            await asyncio.to_thread(_delete, [folder])
+        elif status == "failed":
+            await asyncio.to_thread(_delete, [path for pattern in NOT_KEPT for path in folder.glob(pattern)])
 
     def succeeded(self) -> list[tuple[str, Path]]:
         """Return name and run folder of each model that a job has made."""
@@ -202,19 +217,38 @@ class FineTuning:
 
     async def run(self, train: Train) -> None:
         """Check and train jobs until it is cancelled: the one that an earlier process has left, then the oldest."""
+        for folder in list(self._folder.glob("*")):
+            with suppress(UnknownObject):
+                await self.clean_up(folder.name)
         while not self._is_closing:
             self._changed.clear()
             try:
-                for job in self._rows.jobs.all(("validating_files",)):
-                    await self._validate(job)
-                waiting = [*self._rows.jobs.all(("running",)), *self._rows.jobs.all(("queued",))]
-                if waiting:
-                    await self._train(waiting[0], train)
-                elif not self._rows.jobs.all(("validating_files",)):
+                job = self._next()
+                if job is None:
                     await self._changed.wait()
+                else:
+                    await self._work_on(job, train)
             except NotStored as error:
                 logger.error("jobs wait, since the disk does not take what they report: %s", error)
                 await asyncio.sleep(DISK_SECONDS)
+
+    def _next(self) -> FineTuningJob | None:
+        """Return the oldest job to check, else the one to train."""
+        for status in ("validating_files", "running", "queued"):
+            if jobs := self._rows.jobs.page(groups=(status,), limit=1, newest_first=False).records:
+                return jobs[0]
+        return None
+
+    async def _work_on(self, job: FineTuningJob, train: Train) -> None:
+        self._at_work = job.id
+        try:
+            if job.status == "validating_files":
+                await self._validate(job)
+            else:
+                await self._train(job, train)
+        finally:
+            self._at_work = None
+        await self.clean_up(job.id)
 
     async def close(self, seconds: float) -> None:
         """Let the present job end its step and save, within `seconds`; it goes on when the server starts again."""
@@ -340,6 +374,7 @@ class FineTuning:
         error = JobError(code=code, message=message, param=param)
         with self._rows.changing():
             self._rows.put(job, "failed", error=error, finished_at=int(self._clock()), estimated_finish=None)
+            self._rows.forget_checkpoints(job.id)
             self._rows.tell(job.id, "failed", f"The job failed: {message}", level="error")
 
     def _check(self, request: TuningRequest, visible_to: str | None) -> None:
@@ -380,6 +415,14 @@ class FineTuning:
 
     def _path(self, file_id: str | None) -> Path | None:
         return self._files.path(self._files.get(file_id)) if file_id else None
+
+
+def _delete(paths: Iterable[Path]) -> None:
+    for path in paths:
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def new_seed() -> int:

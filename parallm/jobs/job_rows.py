@@ -62,6 +62,10 @@ class JobRows:
         """Return the step of the job's newest checkpoint that was noted; 0 without one."""
         return max((checkpoint.step_number for checkpoint in self.checkpoints.all((job_id,))), default=0)
 
+    def forget_checkpoints(self, job_id: str) -> None:
+        for checkpoint in self.checkpoints.all((job_id,)):
+            self.checkpoints.delete(checkpoint.id)
+
     def data(self, job_id: str, key: str) -> dict[str, Any]:
         """Return the data of the event with this key; empty if there is none."""
         try:

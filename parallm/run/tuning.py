@@ -26,7 +26,7 @@ from parallm.distributed.parts import Single
 from parallm.environment.environment import AnyEnvironment, connect
 from parallm.environment.settings import ArithmeticSettings
 from parallm.errors import AdapterError, ConfigError, ModelError, UnknownModel
-from parallm.jobs.fine_tuning import HELD_OUT, TRAIN, TuningOrder, TuningResult
+from parallm.jobs.fine_tuning import HELD_OUT, START, TRAIN, TuningOrder, TuningResult
 from parallm.jobs.graders import EnvironmentGrader, read_grader
 from parallm.jobs.job_rows import JobListener, SavedVersion
 from parallm.jobs.plan import Plan, TuningRequest, Usual, make_plan
@@ -53,8 +53,6 @@ from parallm.run.runtime import Runtime, on_device
 from parallm.run.training_data import TrainingData, read_training_data
 from parallm.types import BASE, TrajectoryGroup
 
-START = "start"
-"""Folder of the adapter that a job starts from."""
 METRICS, EVALUATIONS = "metrics.jsonl", "evaluations.jsonl"
 
 logger = logging.getLogger(__name__)

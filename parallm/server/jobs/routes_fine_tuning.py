@@ -67,7 +67,10 @@ def fine_tuning_routes(service: Service) -> APIRouter:
     @router.post("/v1/fine_tuning/jobs/{job_id}/cancel")
     async def cancel(job_id: str) -> Response:
         """End a job after its present step; nothing of it is kept."""
-        return answer(jobs_of(service).tuning.cancel(job_id, visible_to()))
+        tuning = jobs_of(service).tuning
+        job = tuning.cancel(job_id, visible_to())
+        await tuning.clean_up(job.id)
+        return answer(job)
 
     @router.post("/v1/fine_tuning/jobs/{job_id}/pause")
     async def pause(job_id: str) -> Response:
