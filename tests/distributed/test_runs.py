@@ -130,6 +130,16 @@ def test_a_run_goes_on_with_other_numbers_of_workers(workers: MakeWorkers) -> No
 
 
 @pytest.mark.slow
+def test_resumed_workers_make_up_an_evaluation_together(workers: MakeWorkers) -> None:
+    group = workers("group")
+    group.run(2, "trainer.steps=1", "trainer.evaluate_problems=0")
+    group.run(2, "trainer.steps=1", "trainer.evaluate_problems=4", "checkpoint.resume=auto")
+    (line,) = (group.folder / "run" / "evaluations.jsonl").read_text().splitlines()
+    row = json.loads(line)
+    assert (row["step"], row["heldout/problems"]) == (1, 4)
+
+
+@pytest.mark.slow
 def test_a_frozen_worker_ends_the_run_after_the_time_limit(workers: MakeWorkers) -> None:
     group = workers("group")
     group.start(2, "trainer.steps=100000", "checkpoint.every=100000", "distributed.timeout_seconds=3")
