@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
@@ -16,6 +17,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SHOW_CURSOR = "\x1b[?25h"
 STANDARD_OUTPUT = 1
 TERMINAL = "/dev/tty"
+STARTER = "PARALLM_STARTER"
+"""Environment variable: the file descriptor of a pipe that ends with the process that has started this one."""
 
 Result = TypeVar("Result")
 
@@ -55,6 +58,13 @@ def quietly() -> Iterator[None]:
         sys.exit(INTERRUPTED)
 
 
+def stop_with_starter() -> None:
+    """Send this process SIGTERM once the one that has started it is gone, if that one has set `STARTER`."""
+    descriptor = os.environ.pop(STARTER, None)  # not for the children of this process
+    if descriptor is not None:
+        threading.Thread(target=_wait_for_starter, args=(int(descriptor),), daemon=True).start()
+
+
 def were_received() -> bool:
     """Whether a signal has asked this process to stop."""
     return any(signal.getsignal(number) is _leave_now for number in SIGNALS)
@@ -80,6 +90,11 @@ async def unless(over: asyncio.Event, work: Coroutine[Any, Any, Result]) -> Resu
         task.cancel()
         waiter.cancel()
         await asyncio.wait((task, waiter))
+
+
+def _wait_for_starter(pipe: int) -> None:
+    os.read(pipe, 1)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _leave_now(_: int, __: object) -> None:

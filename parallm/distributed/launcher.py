@@ -13,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from pkgutil import resolve_name
 
+from parallm.distributed.children import start
 from parallm.distributed.gang import Front, Interrupts, NoFront, free_ports, ring_hosts, run_gangs, variables
 from parallm.distributed.identity import Backend, identity_of
 from parallm.distributed.settings import DistributedSettings
@@ -100,7 +101,7 @@ class Host:
                 values["MLX_HOSTFILE"] = str(self._hosts_file)
         self._hosts_file.write_text(ring_hosts(hosts, ports[:-1]))
         command = [sys.executable, *self._command, *overrides]
-        return [subprocess.Popen(command, env=os.environ | values) for values in own]
+        return [start(command, values) for values in own]
 
     def has_more(self) -> bool:
         return False

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -11,6 +10,7 @@ from http import HTTPStatus
 from http.client import HTTPConnection, HTTPException
 from pkgutil import resolve_name
 
+from parallm.distributed.children import start
 from parallm.distributed.gang import INTERRUPTED, POLL_SECONDS, SIGNALLED, Interrupts, free_ports
 from parallm.distributed.identity import LISTEN, REPLICA
 from parallm.distributed.launcher import FRONT, LOOPBACK, devices, has_cuda
@@ -73,7 +73,7 @@ class Started:
         """`environment` has its address. `cores`: numbers of those that it is to use; none: all."""
         self.rank = rank
         self._command = command
-        self._environment = os.environ | environment
+        self._environment = environment
         self._cores = cores
         self._num_failed = 0
         self.start()
@@ -81,7 +81,7 @@ class Started:
     def start(self) -> None:
         self._was_ready = False
         self._looked = time.monotonic()
-        self.process = subprocess.Popen(self._command, env=self._environment)
+        self.process = start(self._command, self._environment)
         if self._cores:
             with suppress(OSError):
                 os.sched_setaffinity(self.process.pid, self._cores)

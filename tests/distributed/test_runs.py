@@ -7,7 +7,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -101,6 +102,42 @@ def test_the_command_starts_the_workers_and_ends_with_their_exit_code(tmp_path: 
     assert running.returncode == 128 + signal.SIGKILL
     # one that is still joining the group is asked to end
     assert re.search(rb"rank 0 (ended with 75|was killed by signal 15), rank 1 was killed by signal 9", error)
+
+
+@pytest.fixture
+def launched(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """The command of a run of two workers, both of which have begun to train."""
+    keys = ("distributed.workers=2", "hydra.run.dir=run", "trainer.steps=100000", "checkpoint.every=100000")
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "parallm.train", *TINY, *keys]
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment, start_new_session=True)
+    try:
+        wait_for(lambda: len((tmp_path / "run/metrics.jsonl").read_text().splitlines()) > 1)
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def test_workers_save_and_end_when_their_command_is_killed(launched: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    launched.kill()
+    wait_for(lambda: states(tmp_path / "run") == ["finished", "finished"])
+    assert len(list((tmp_path / "run").glob("step_*"))) == 1
+
+
+def states(run: Path) -> list[str]:
+    return [json.loads((run / "ranks" / str(rank) / "worker.json").read_text())["state"] for rank in (0, 1)]
+
+
+def wait_for(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while True:
+        with suppress(OSError, ValueError):  # a file is not there yet, or half of it
+            if is_so():
+                return
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def wait_for_version(group: Workers, version: int) -> None:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ class Command:
         return self.post("/v1/chat/completions", body | fields)
 
     def end(self) -> None:
-        if self.process.poll() is None:
+        with suppress(ProcessLookupError):  # also servers whose command has ended
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
@@ -119,6 +120,26 @@ def test_a_killed_server_is_replaced_and_no_client_sees_it(
     own.process.send_signal(signal.SIGTERM)
     assert own.process.wait(SECONDS) == 0
     assert "was killed by signal 9 and is started again" in own.log.read_text()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_servers_end_when_their_command_is_killed(command: Callable[..., Command]) -> None:
+    own = command("distributed.workers=2")
+    own.until_ready(2)
+    servers = own.servers()
+    assert len(servers) == 2
+    own.process.kill()
+    deadline = time.monotonic() + SECONDS
+    while any(map(is_server, servers)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def is_server(process: int) -> bool:
+    try:
+        return "parallm.serve" in Path(f"/proc/{process}/cmdline").read_text()
+    except OSError:
+        return False
 
 
 @pytest.fixture(scope="session")
