@@ -1,4 +1,8 @@
-"""Ctrl-C and SIGTERM: the first signal asks to stop, the second ends the process at once. For the asyncio thread."""
+"""Ctrl-C and SIGTERM: the first signal asks to stop, the second ends the process at once. For the asyncio thread.
+
+In a process that a command has started the second one does nothing: a terminal sends Ctrl-C to both, and the command
+sends it on. The command kills the process after a second signal of its own.
+"""
 
 import asyncio
 import logging
@@ -21,6 +25,8 @@ STARTER = "PARALLM_STARTER"
 """Environment variable: the file descriptor of a pipe that ends with the process that has started this one."""
 
 Result = TypeVar("Result")
+
+_has_starter = threading.Event()
 
 
 def stop_on_signals(stop: Callable[[], None], what: str) -> None:
@@ -58,10 +64,14 @@ def quietly() -> Iterator[None]:
         sys.exit(INTERRUPTED)
 
 
-def stop_with_starter() -> None:
-    """Send this process SIGTERM once the one that has started it is gone, if that one has set `STARTER`."""
+def obey_starter() -> None:
+    """Leave it to the process that has started this one to count signals, if that one has set `STARTER`.
+
+    This process gets SIGTERM once that one is gone.
+    """
     descriptor = os.environ.pop(STARTER, None)  # not for the children of this process
     if descriptor is not None:
+        _has_starter.set()
         threading.Thread(target=_wait_for_starter, args=(int(descriptor),), daemon=True).start()
 
 
@@ -98,6 +108,8 @@ def _wait_for_starter(pipe: int) -> None:
 
 
 def _leave_now(_: int, __: object) -> None:
+    if _has_starter.is_set():
+        return
     # A live display hides the cursor and leaves its last line open; it replaces sys.stdout, whose locks may be held.
     if os.isatty(STANDARD_OUTPUT):
         os.write(STANDARD_OUTPUT, f"{SHOW_CURSOR}\n".encode())

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+<<<<<<< HEAD
 from parallm.interrupts import INTERRUPTED, unless
 
 
@@ -20,6 +21,9 @@ def test_ctrl_c_while_a_command_starts_shows_no_traceback(name: str, monkeypatch
     with pytest.raises(SystemExit) as ending:
         importlib.import_module(f"parallm.{name}").main()
     assert ending.value.code == INTERRUPTED
+=======
+from parallm.interrupts import STARTER, unless
+>>>>>>> 3b631dcf (SIGINT of the command alone stops its workers and servers: the command always sends it on. Processes that a command has started do not count signals, so Ctrl-C in a terminal, which reaches them as well, is one signal.)
 
 
 def test_work_that_ends_in_time_gives_its_result() -> None:
@@ -108,3 +112,35 @@ def test_two_interrupts_leave_a_terminal_at_once_with_its_cursor_on_a_new_line()
         os.close(theirs)
     assert "stopping; press Ctrl-C again to leave now" in shown
     assert shown.endswith("\x1b[?25h\r\n")
+
+
+STARTED = """
+import asyncio, os, signal
+from parallm.interrupts import obey_starter, stop_on_signals
+
+async def main() -> None:
+    over = asyncio.Event()
+    stop_on_signals(over.set, "stopping")
+    print("ready", flush=True)
+    await over.wait()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        os.kill(os.getpid(), number)
+    print("saved", flush=True)
+
+obey_starter()
+asyncio.run(main())
+"""
+"""Ends after its first signal; further ones come while it does."""
+
+
+def test_a_process_with_a_starter_stops_when_that_is_gone_and_does_not_count_signals() -> None:
+    reading, writing = os.pipe()
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent), STARTER: str(reading)}
+    command = [sys.executable, "-c", STARTED]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, pass_fds=[reading]) as process:
+        os.close(reading)
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        os.close(writing)
+        assert process.stdout.read() == b"saved\n"
+        assert process.wait(30) == 0

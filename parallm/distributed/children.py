@@ -1,7 +1,7 @@
 """Processes that a command starts on this machine, and that stop when it is gone. Imports no MLX.
 
 All have the reading end of one pipe. The command alone has the writing end, and never writes: the pipe ends with the
-command, also where that is killed. `interrupts.stop_with_starter` waits for it.
+command, also where that is killed. `interrupts.obey_starter` waits for it.
 """
 
 import os

@@ -190,8 +190,6 @@ class SeatedWorker:
 class Cluster:
     """The seats of a run on a Ray cluster, which this process has joined."""
 
-    shares_terminal = False
-
     def __init__(
         self,
         settings: DistributedSettings,

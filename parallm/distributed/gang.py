@@ -67,9 +67,6 @@ class NoFront:
 class Machines(Protocol):
     """The machines on which workers run."""
 
-    shares_terminal: bool
-    """Whether Ctrl-C reaches the workers by itself."""
-
     def start(self, overrides: Sequence[str]) -> Sequence[Worker]:
         """Start a gang with these keys behind those of the command. Raises ConfigError, ExchangeFailed."""
 
@@ -237,9 +234,7 @@ class Gang:
             if num_seen > 1 or now > min(failed_at + KILL_SECONDS, saved_at + SAVED_SECONDS):
                 self._asked |= set(range(len(codes)))
                 self.kill()
-            elif received:
-                self._ask(has_heard=signal.SIGTERM not in received and machines.shares_terminal)
-            elif now > failed_at + STOP_SECONDS:
+            elif received or now > failed_at + STOP_SECONDS:
                 self._ask()
             elif not (self.is_growing or num_seen or any(codes)) and machines.has_more():
                 self.is_growing = True
@@ -255,13 +250,12 @@ class Gang:
         """How each has ended, by its code and by `worker.json` in the run folder, which this process must see."""
         return [self._end(rank, worker, folder) for rank, worker in enumerate(self._workers)]
 
-    def _ask(self, *, has_heard: bool = False) -> None:
-        """Ask those that still run to save and end. `has_heard`: they know already."""
+    def _ask(self) -> None:
+        """Ask those that still run to save and end."""
         for rank, worker in enumerate(self._workers):
             if worker.poll() is None and rank not in self._asked:
                 self._asked.add(rank)
-                if not has_heard:
-                    worker.send_signal(signal.SIGTERM)
+                worker.send_signal(signal.SIGTERM)
 
     def _end(self, rank: int, worker: Worker, folder: Path) -> End:
         code = worker.poll()

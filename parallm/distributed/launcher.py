@@ -73,8 +73,6 @@ def launch_ranks(settings: DistributedSettings, arguments: Sequence[str], folder
 class Host:
     """This machine: gangs of one size, with a GPU for each worker or a share of the cores."""
 
-    shares_terminal = True
-
     def __init__(self, settings: DistributedSettings, command: Sequence[str], hosts_file: Path, front: Front) -> None:
         """`command`: the arguments of Python."""
         self._front = front

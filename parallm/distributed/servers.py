@@ -1,7 +1,6 @@
 """Several servers of one model on this machine behind a front, each started again when it ends. Imports no MLX."""
 
 import os
-import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -123,9 +122,8 @@ def keep_running(servers: Sequence[Started], interrupts: Interrupts) -> int:
 
 def has_to_be_killed(servers: Sequence[Started], interrupts: Interrupts) -> bool:
     """Let all answer what they have begun, and end. Return whether a second signal came before."""
-    if interrupts.received[:1] != [signal.SIGINT]:  # Ctrl-C has reached them by the terminal
-        for one in servers:
-            one.process.terminate()
+    for one in servers:
+        one.process.terminate()
     while any(one.process.poll() is None for one in servers):
         time.sleep(POLL_SECONDS)
         if len(interrupts.received) > 1:

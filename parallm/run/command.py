@@ -89,7 +89,7 @@ def run_command(name: str, run: Run | None = None) -> int:
         sys.stdout.write(f"{describe_versions()}\n")
         return SUCCESS
     interrupts.outlive_hang_up()
-    interrupts.stop_with_starter()
+    interrupts.obey_starter()
     try:
         topics = help_topics(arguments)
         if topics is not None:

@@ -45,8 +45,6 @@ class Actor:
 class Stage:
     """Machines that start the gangs of a script: codes by rank; None: until it is asked to end."""
 
-    shares_terminal = False
-
     def __init__(self, *gangs: Sequence[int | None], answers: bool = True, grows: bool = False) -> None:
         self.overrides: list[tuple[str, ...]] = []
         self.workers: list[Actor] = []

@@ -120,6 +120,17 @@ def launched(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
         process.wait()
 
 
+@pytest.mark.parametrize("send", [os.kill, os.killpg])
+def test_an_interrupt_of_the_command_lets_workers_save_and_end(
+    launched: subprocess.Popen[bytes], tmp_path: Path, send: Callable[[int, int], None]
+) -> None:
+    """`kill -INT` signals the command alone, Ctrl-C in a terminal its workers as well."""
+    send(launched.pid, signal.SIGINT)
+    assert launched.wait(60) == 0
+    assert states(tmp_path / "run") == ["finished", "finished"]
+    assert len(list((tmp_path / "run").glob("step_*"))) == 1
+
+
 def test_workers_save_and_end_when_their_command_is_killed(launched: subprocess.Popen[bytes], tmp_path: Path) -> None:
     launched.kill()
     wait_for(lambda: states(tmp_path / "run") == ["finished", "finished"])

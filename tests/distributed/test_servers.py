@@ -122,6 +122,13 @@ def test_a_killed_server_is_replaced_and_no_client_sees_it(
     assert "was killed by signal 9 and is started again" in own.log.read_text()
 
 
+def test_an_interrupt_of_the_command_alone_ends_its_servers(command: Callable[..., Command]) -> None:
+    own = command("distributed.workers=2")
+    own.until_ready(2)
+    own.process.send_signal(signal.SIGINT)
+    assert own.process.wait(SECONDS) == 0
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_servers_end_when_their_command_is_killed(command: Callable[..., Command]) -> None:
     own = command("distributed.workers=2")
