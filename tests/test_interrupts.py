@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-<<<<<<< HEAD
-from parallm.interrupts import INTERRUPTED, unless
+from parallm.interrupts import INTERRUPTED, STARTER, unless
 
 
 @pytest.mark.parametrize("name", ["train", "serve", "evaluate", "export", "front"])
@@ -21,9 +20,6 @@ def test_ctrl_c_while_a_command_starts_shows_no_traceback(name: str, monkeypatch
     with pytest.raises(SystemExit) as ending:
         importlib.import_module(f"parallm.{name}").main()
     assert ending.value.code == INTERRUPTED
-=======
-from parallm.interrupts import STARTER, unless
->>>>>>> 3b631dcf (SIGINT of the command alone stops its workers and servers: the command always sends it on. Processes that a command has started do not count signals, so Ctrl-C in a terminal, which reaches them as well, is one signal.)
 
 
 def test_work_that_ends_in_time_gives_its_result() -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
@@ -19,6 +19,7 @@ from parallm.checkpoint.serving_state import ServingState
 from parallm.device.governor import Governor
 from parallm.device.thread import DeviceThread
 from parallm.distributed.rollout_engines import host as host_module
+from parallm.distributed.rollout_engines import replica as replica_module
 from parallm.distributed.rollout_engines.check import Parity, disproof, fault_of
 from parallm.distributed.rollout_engines.host import ReplicaHost
 from parallm.distributed.rollout_engines.pool import EnginePool
@@ -32,7 +33,14 @@ from parallm.model.load import load_shared_model
 from parallm.model.settings import ModelSettings
 from parallm.model.shared_model import SharedModel
 from parallm.rollout.settings import RolloutSettings
-from parallm.server.control.replica_schemas import API, JoinBody, SampleBody, SampledCompletion
+from parallm.server.control.replica_schemas import (
+    API,
+    JoinAnswer,
+    JoinBody,
+    ReceivedVersion,
+    SampleBody,
+    SampledCompletion,
+)
 from parallm.types import Completion, EngineStats, GenerationRequest, SamplingParams, WeightSpan
 
 # the pool ------------------------------------------------------------------------------------------------------------
@@ -304,6 +312,74 @@ def test_a_version_arrives_with_its_number_its_scale_and_its_digest(
     received = host._table.resolve("policy")
     assert received is not None
     assert (received.digest, received.scales) == (sent.digest, sent.scales)
+
+
+class Direct:
+    """A client that calls a host without HTTP."""
+
+    url = "http://server"
+
+    def __init__(self, host: ReplicaHost) -> None:
+        self._host = host
+
+    async def join(self, body: JoinBody) -> JoinAnswer:
+        return await self._host.join(body, is_paused=False)
+
+    async def send(self, session: str, version: int, content: bytes) -> ReceivedVersion:
+        return await self._host.receive(session, version, content)
+
+
+def test_a_restarted_server_serves_an_older_version_that_the_trainer_goes_back_to(
+    device: DeviceThread, model: SharedModel
+) -> None:
+    own, theirs = AdapterTable(), AdapterTable(keep=1)
+    host = ReplicaHost(device, model, PersistentTable(device, theirs, trained=()), Memory())
+    trainer = replica_module.Trainer(
+        facts=facts(model),
+        versions=replica_module.Versions(own, "policy", device),
+        rescorer=cast("Any", None),
+        vocabulary_size=10,
+        dtype="float32",
+    )
+    replica = replica_module.Replica(cast("Any", Direct(host)), trainer)
+    for number in (1, 2, 3):
+        own.publish(version(device, model, number))
+    asyncio.run(replica.sync())
+    assert theirs.keys() == {("policy", 3)}
+    for number in (1, 3, 2):
+        own.promote(number)
+        asyncio.run(replica.sync())
+        served, wanted = theirs.resolve("policy"), own.resolve("policy")
+        assert served is not None
+        assert wanted is not None
+        assert (served.version, served.digest) == (number, wanted.digest)
+    assert theirs.next_version("policy") == 4
+
+
+def test_a_version_of_a_session_never_changes(device: DeviceThread, model: SharedModel, host: ReplicaHost) -> None:
+    old, new = version(device, model, 7), version(device, model, 7, seed=2)
+    contents = [device.call(partial(to_bytes, one)).result(60) for one in (old, new)]
+
+    async def main() -> None:
+        await host.join(facts(model), is_paused=False)
+        for _ in range(2):  # the first answer may be lost
+            assert (await host.receive("first", 7, contents[0])).digest == old.digest
+        with pytest.raises(AdapterError, match="policy@7 was sent before, with other arrays"):
+            await host.receive("first", 7, contents[1])
+
+    asyncio.run(main())
+
+
+def test_a_host_says_once_that_it_cannot_serve_what_the_trainer_serves(
+    model: SharedModel, host: ReplicaHost, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        for _ in range(4):
+            await host.join(facts(model, served=5), is_paused=False)
+
+    asyncio.run(main())
+    said = "clients get version 0 of policy here and version 5 at node:run: the trainer has not sent it"
+    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == [said]
 
 
 def test_bytes_that_have_changed_on_the_way_are_found(device: DeviceThread, model: SharedModel) -> None:

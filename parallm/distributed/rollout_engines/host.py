@@ -10,7 +10,6 @@ import logging
 import time
 import uuid
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -19,6 +18,7 @@ from parallm.checkpoint.persistent_table import PersistentTable
 from parallm.checkpoint.untrusted_files import check_safetensors
 from parallm.device.thread import DeviceThread
 from parallm.errors import AdapterError, EngineFull, Unavailable, UnknownModel
+from parallm.model.adapters.adapter import Adapter
 from parallm.model.adapters.transfer import from_bytes
 from parallm.model.shared_model import SharedModel
 from parallm.server.control.replica_schemas import API, JoinAnswer, JoinBody, ReceivedVersion
@@ -52,6 +52,10 @@ class Claim:
     """Time of the last sign of life, monotonic."""
     digests: dict[int, str] = field(default_factory=dict)
     """Digest of each version that was sent; the base has none."""
+    served: int | None = None
+    """Version that clients of the trainer get; 0: the base."""
+    num_behind: int = 0
+    """Joins in a row after which clients got another version here."""
 
     @property
     def is_fresh(self) -> bool:
@@ -88,9 +92,9 @@ class ReplicaHost:
             if claim is None or claim.session != trainer.session:
                 claim = await self._claim(trainer, claim)
             claim.seen = time.monotonic()
-            if trainer.served is not None and trainer.served in {0, *claim.digests}:
-                with suppress(UnknownModel):  # dropped since, or the base under a name that is no policy's here
-                    self._table.promote(trainer.served, name=trainer.policy)
+            claim.served = trainer.served
+            if trainer.served is not None:
+                self._serve(claim, trainer.served)
         return JoinAnswer(
             api=API,
             process=self.process,
@@ -100,7 +104,7 @@ class ReplicaHost:
         )
 
     async def receive(self, session: str, version: int, content: bytes) -> ReceivedVersion:
-        """Publish a version under this number. Raises AdapterError for arrays that do not fit, or that have changed."""
+        """Take a version under this number. Raises AdapterError for arrays that do not fit, or that have changed."""
         claim = self._claim_of(session)
         await asyncio.to_thread(check_safetensors, io.BytesIO(content), len(content))
         read = partial(from_bytes, content, self._model.targets)
@@ -108,9 +112,7 @@ class ReplicaHost:
         if adapter.key != (claim.policy, version):
             raise AdapterError(f"{adapter.name}@{adapter.version} was sent as {claim.policy}@{version}")
         async with self._lock:
-            self._claim_of(session)  # another one may have taken its place meanwhile
-            self._table.publish(adapter, serve=False)
-            claim.digests[version] = adapter.digest
+            self._keep(self._claim_of(session), adapter)  # another one may have taken its place meanwhile
         return ReceivedVersion(name=adapter.name, version=version, digest=adapter.digest)
 
     def digests(self, session: str) -> Mapping[int, str]:
@@ -121,6 +123,36 @@ class ReplicaHost:
         """End a session; its versions stay."""
         claim = self._claim_of(session)
         claim.seen = -LEASE_SECONDS
+
+    def _keep(self, claim: Claim, adapter: Adapter) -> None:
+        """Take a version into the table; it may be older than others there. Raises AdapterError for changed arrays."""
+        version = adapter.version
+        if claim.digests.get(version, adapter.digest) != adapter.digest:
+            raise AdapterError(f"{claim.policy}@{version} was sent before, with other arrays")
+        if version >= self._table.next_version(claim.policy):
+            self._table.publish(adapter, serve=False)
+        elif not self._table.holds(*adapter.key):
+            # served at once: the table drops older versions that nothing uses
+            served = {claim.policy: version} if version == claim.served else {}
+            self._table.restore([adapter], served=served, aliases={}, held=(), highest={})
+        claim.digests[version] = adapter.digest
+
+    def _serve(self, claim: Claim, version: int) -> None:
+        """Let clients get the version that they get at the trainer. The log says once if they cannot."""
+        reason = "the trainer has not sent it"
+        if version in {0, *claim.digests}:
+            try:
+                self._table.promote(version, name=claim.policy)
+            except UnknownModel as error:  # dropped since, or the base under a name that is no policy's here
+                reason = str(error)
+        cards = [card for card in self._table.cards() if card.name == claim.policy and card.is_served]
+        served = cards[0].version if cards else 0
+        claim.num_behind = 0 if served == version else claim.num_behind + 1
+        if claim.num_behind == 2:  # after the first one the trainer sends it
+            logger.warning(
+                "clients get version %d of %s here and version %d at %s: %s",
+                *(served, claim.policy, version, claim.owner, reason),
+            )
 
     def _difference(self, trainer: JoinBody) -> str:
         """Return why this server cannot sample for a trainer; empty if it can."""

@@ -141,7 +141,7 @@ class Replica:
             answer = await self._join()
             versions = self._trainer.versions
             for adapter in (versions.served, versions.newest):
-                if adapter is not None and adapter.version > max(self._held, default=-1):
+                if adapter is not None and self._held.get(adapter.version) != adapter.digest:
                     await self._send(adapter)
                     answer = await self._join()
             self._answer = answer
