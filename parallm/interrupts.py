@@ -64,6 +64,12 @@ def quietly() -> Iterator[None]:
         sys.exit(INTERRUPTED)
 
 
+def show_cursor() -> None:
+    """Show the cursor of the terminal again, in a new line: a live display that was cut off has hidden it."""
+    if os.isatty(STANDARD_OUTPUT):  # not through sys.stdout, which a display replaces, and whose locks may be held
+        os.write(STANDARD_OUTPUT, f"{SHOW_CURSOR}\n".encode())
+
+
 def obey_starter() -> None:
     """Leave it to the process that has started this one to count signals, if that one has set `STARTER`.
 
@@ -110,7 +116,5 @@ def _wait_for_starter(pipe: int) -> None:
 def _leave_now(_: int, __: object) -> None:
     if _has_starter.is_set():
         return
-    # A live display hides the cursor and leaves its last line open; it replaces sys.stdout, whose locks may be held.
-    if os.isatty(STANDARD_OUTPUT):
-        os.write(STANDARD_OUTPUT, f"{SHOW_CURSOR}\n".encode())
+    show_cursor()
     os._exit(INTERRUPTED)

@@ -20,6 +20,7 @@ from parallm.distributed.identity import COORDINATOR, Backend
 from parallm.distributed.settings import DistributedSettings
 from parallm.distributed.team import EXCHANGE_FAILED, RANKS, STATUS
 from parallm.errors import ExchangeFailed
+from parallm.interrupts import show_cursor
 
 STOP_SECONDS = 2.0
 """Time after a failure until the other workers get SIGTERM: those that have joined know it by then, and save."""
@@ -145,6 +146,7 @@ def run_gangs(
         _record(folder, began, ends)
         code = exit_code(ends)
         if len(interrupts.received) > 1:
+            show_cursor()  # rank 0 was killed, and could not
             return INTERRUPTED
         if code == 0 and (interrupts.received or not gang.is_growing):
             return 0

@@ -1,6 +1,8 @@
 """What becomes of a gang whose workers end: restarts, exit codes, and a line in the run folder. Without processes."""
 
 import json
+import os
+import pty
 import signal
 import threading
 from collections.abc import Callable, Sequence
@@ -8,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from parallm import interrupts as interrupts_module
 from parallm.distributed import gang as gang_module
 from parallm.distributed.gang import GANGS, Interrupts, run_gangs
 from parallm.distributed.settings import DistributedSettings
@@ -166,12 +169,18 @@ def test_one_signal_asks_all_to_end_and_starts_none_again(play: Play) -> None:
     assert [worker.signals for worker in stage.workers] == [[signal.SIGTERM]] * 2
 
 
-def test_a_second_signal_kills_all(play: Play) -> None:
+def test_a_second_signal_kills_all_and_shows_the_cursor(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = pty.openpty()
+    monkeypatch.setattr(interrupts_module, "STANDARD_OUTPUT", theirs)
     interrupts, stage = Interrupts(), Stage((None, None), (0, 0), answers=False)
     for seconds in (0.05, 0.1):
         threading.Timer(seconds, lambda: interrupts.received.append(signal.SIGINT)).start()
     assert play(stage, restarts=5, interrupts=interrupts) == 130
     assert [worker.poll() for worker in stage.workers] == [KILLED] * 2
+    os.set_blocking(ours, False)
+    assert os.read(ours, 100) == b"\x1b[?25h\r\n"
+    os.close(ours)
+    os.close(theirs)
 
 
 def test_a_larger_gang_costs_no_restart(play: Play) -> None:
