@@ -43,7 +43,7 @@ class CheckpointManager:
         final = self._folder / f"step_{state.step:06d}"
         self._write(state, final)
         for path in self.checkpoints():
-            if _step(path) > state.step:
+            if checkpoint_step(path) > state.step:
                 set_aside(path, f"it is newer than step {state.step}, from which this run went on")
         self._prune()
         logger.info("saved %s", final)
@@ -207,14 +207,19 @@ def check_named(path: Path, run_folder: Path) -> None:
 def best_checkpoint(checkpoints: Iterable[Path]) -> Path | None:
     """The checkpoint with the highest evaluation, the newest of equals; None if none was evaluated."""
     scores = [(score, path) for path in checkpoints if (score := read_score(path)) is not None]
-    return max(scores, key=lambda pair: (pair[0], _step(pair[1])))[1] if scores else None
+    return max(scores, key=lambda pair: (pair[0], checkpoint_step(pair[1])))[1] if scores else None
 
 
 def checkpoint_folders(folder: Path) -> tuple[Path, ...]:
     """The checkpoints in a run's folder, oldest first; not verified."""
     if not folder.is_dir():
         return ()
-    return tuple(sorted((path for path in folder.iterdir() if STEP_FOLDER.fullmatch(path.name)), key=_step))
+    return tuple(sorted((path for path in folder.iterdir() if STEP_FOLDER.fullmatch(path.name)), key=checkpoint_step))
+
+
+def checkpoint_step(path: Path) -> int:
+    """The step that the name of a checkpoint folder gives."""
+    return int(path.name.removeprefix("step_"))
 
 
 def _delete(path: Path) -> None:
@@ -226,10 +231,6 @@ def _delete(path: Path) -> None:
         shutil.rmtree(doomed)
     except OSError as error:
         logger.warning("the old checkpoint %s could not be deleted: %s", path, error)
-
-
-def _step(path: Path) -> int:
-    return int(path.name.removeprefix("step_"))
 
 
 def _is_running(process_id: str) -> bool:

@@ -13,7 +13,13 @@ from pathlib import Path
 
 import numpy as np
 
-from parallm.checkpoint.manager import CheckpointManager, best_checkpoint, checkpoint_folders
+from parallm.checkpoint.manager import (
+    CheckpointManager,
+    best_checkpoint,
+    checkpoint_folders,
+    checkpoint_step,
+    set_aside,
+)
 from parallm.checkpoint.settings import CheckpointSettings
 from parallm.checkpoint.state import Fingerprint, RunFacts, TrainingState
 from parallm.distributed.team import RANKS
@@ -61,14 +67,25 @@ class LeaderCheckpoints(SharedCheckpoints):
     def load(
         self, resume: str, fingerprint: Fingerprint | None = None, facts: RunFacts | None = None
     ) -> TrainingState | None:
-        """As `CheckpointManager.load`; hands the state and the best checkpoint to all workers."""
+        """As `CheckpointManager.load`; hands the state and the best checkpoint to all workers.
+
+        Sets checkpoints of other runs aside, so that `adopt_rescued` compares steps of this run alone.
+        """
         state = super().load(resume, fingerprint, facts)
+        if resume != "auto":
+            is_own = self._folder.resolve() in Path(resume).resolve().parents
+            self._set_newer_aside(state.step if state is not None and is_own else -1)
         if resume != "never":
             newest = self.checkpoints()[-1:] if resume == "auto" else (Path(resume),)
             best = self.best()
             folders = [path for path in (best, *newest) if path is not None] if state is not None else []
             self._share(HANDED_OUT, _packed(list(dict.fromkeys(folders)))).result()
         return state
+
+    def _set_newer_aside(self, step: int) -> None:
+        for path in self.checkpoints():
+            if checkpoint_step(path) > step:
+                set_aside(path, "this run does not go on from it (checkpoint.resume)")
 
 
 class FollowerCheckpoints(SharedCheckpoints):

@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -35,6 +35,8 @@ INTERRUPTED = 130
 GANGS = "gangs.jsonl"
 """File in `RUN/ranks` with a line for each gang: how long it has trained, and how each of its workers ended."""
 STATES = ("step_*/", f"{RANKS}/*/step_*/")
+State = tuple[int, int]
+"""A checkpoint folder by inode and time of its last change, which it keeps when it is renamed."""
 
 
 class Worker(Protocol):
@@ -131,6 +133,7 @@ def run_gangs(
     """
     overrides: tuple[str, ...] = ()
     restarts = 0
+    before = _states(folder)
     while True:
         try:
             workers = machines.start(overrides)
@@ -159,8 +162,7 @@ def run_gangs(
             _say(f"{what}; starting again from the last finished step, restart {restarts} of {settings.restarts}")
         else:
             _say("starting again with more workers")
-        # the folder of another run is left as it is once this run has a state of its own
-        overrides = (f"checkpoint.resume={'auto' if resume == 'never' or _has_state(folder) else resume}",)
+        overrides = (f"checkpoint.resume={_next_resume(resume, before, _states(folder))}",)
 
 
 def may_restart(ends: Sequence[End]) -> bool:
@@ -283,8 +285,16 @@ def _record(folder: Path, began: float, ends: Sequence[End]) -> None:
         _say(f"{folder / RANKS / GANGS} cannot be written: {error}")
 
 
-def _has_state(folder: Path) -> bool:
-    return any(True for pattern in STATES for _ in folder.glob(pattern))
+def _next_resume(resume: str, before: Set[State], now: Set[State]) -> str:
+    """The `checkpoint.resume` of a new gang: `auto` once it finds this run's state, until then the command's."""
+    goes_on = not before & now if resume == "never" else bool(now - before)
+    return "auto" if goes_on else resume
+
+
+def _states(folder: Path) -> set[State]:
+    """The states of training in a run folder, saved by rank 0 or by others."""
+    found = [path.stat() for pattern in STATES for path in folder.glob(pattern)]
+    return {(status.st_ino, status.st_mtime_ns) for status in found}
 
 
 def _say(text: str) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from parallm.checkpoint.manager import CheckpointManager
 from parallm.checkpoint.settings import CheckpointSettings
 from parallm.distributed.channel import Channel
 from parallm.distributed.checkpoints import FollowerCheckpoints, LeaderCheckpoints, _packed, _unpack, adopt_rescued
@@ -44,6 +45,32 @@ def test_a_run_without_a_checkpoint_adopts_one(tmp_path: Path) -> None:
     write(tmp_path, {"ranks/1/step_000003": "1"})
     adopt_rescued(tmp_path)
     assert contents(tmp_path) == {"step_000003": "1"}
+
+
+@pytest.mark.parametrize(("resume", "kept"), [("never", []), ("step_000002", ["step_000001", "step_000002"])])
+def test_a_rescued_state_is_not_lost_to_newer_steps_of_another_run(
+    resume: str, kept: list[str], tmp_path: Path, channels: Channels
+) -> None:
+    old = CheckpointManager(tmp_path, CheckpointSettings(keep=9))
+    for step in (1, 2, 3, 4):
+        old.save(build_state(step))
+    leader = LeaderCheckpoints(tmp_path, SETTINGS, share=channels(1)[0].gather, flaw=lambda: "")
+    leader.load(resume if resume == "never" else str(tmp_path / resume))
+    assert [path.name for path in leader.checkpoints()] == kept
+    assert len(list(tmp_path.glob("aside_step_*"))) == 4 - len(kept)
+    write(tmp_path, {"ranks/1/step_000003": "rescued"})
+    adopt_rescued(tmp_path)
+    assert leader.checkpoints()[-1] == tmp_path / "step_000003"
+    assert contents(tmp_path) == {"step_000003": "rescued"}
+
+
+def test_checkpoints_of_a_run_that_begins_elsewhere_are_set_aside(tmp_path: Path, channels: Channels) -> None:
+    other = CheckpointManager(tmp_path / "other", SETTINGS).save(build_state(9))
+    CheckpointManager(tmp_path / "run", SETTINGS).save(build_state(1))
+    leader = LeaderCheckpoints(tmp_path / "run", SETTINGS, share=channels(1)[0].gather, flaw=lambda: "")
+    leader.load(str(other))
+    assert not leader.checkpoints()
+    assert other.is_dir()
 
 
 def test_what_is_handed_out_stays_in_its_folder(tmp_path: Path) -> None:

@@ -48,7 +48,14 @@ class Actor:
 class Stage:
     """Machines that start the gangs of a script: codes by rank; None: until it is asked to end."""
 
-    def __init__(self, *gangs: Sequence[int | None], answers: bool = True, grows: bool = False) -> None:
+    def __init__(
+        self,
+        *gangs: Sequence[int | None],
+        answers: bool = True,
+        grows: bool = False,
+        at_start: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._at_start = at_start
         self.overrides: list[tuple[str, ...]] = []
         self.workers: list[Actor] = []
         self._gangs, self._answers, self._grows = list(gangs), answers, grows
@@ -57,6 +64,7 @@ class Stage:
         self.overrides.append(tuple(overrides))
         if not self._gangs:
             raise ExchangeFailed("no place")
+        self._at_start()
         codes = self._gangs.pop(0)
         first = len(self.workers) + 1
         # those who lose a peer end a little later
@@ -152,13 +160,40 @@ def test_one_that_hangs_is_killed_once_another_has_saved(play: Play, tmp_path: P
     assert [worker["code"] for worker in gangs(tmp_path)[0]] == [KILLED, EXCHANGE_FAILED]
 
 
-def test_another_run_is_gone_on_with_until_this_one_has_a_state(play: Play, tmp_path: Path) -> None:
-    stage = Stage(*[(KILLED, EXCHANGE_FAILED)] * 2)
-    assert play(stage, restarts=1, resume="other/step_000003") != 0
-    assert stage.overrides[1] == ("checkpoint.resume=other/step_000003",)
-    (tmp_path / RANKS / "1" / "step_000004").mkdir(parents=True)
-    stage = Stage(*[(KILLED, EXCHANGE_FAILED)] * 2)
-    assert play(stage, restarts=1, resume="other/step_000003") != 0
+@pytest.mark.parametrize("resume", ["never", "run/step_000010"])
+def test_a_run_without_a_state_of_its_own_begins_again_as_the_command_says(
+    play: Play, tmp_path: Path, resume: str
+) -> None:
+    for folder in ("step_000010", "step_000030", f"{RANKS}/1/step_000031"):
+        (tmp_path / folder).mkdir(parents=True)
+    old = tmp_path / RANKS / "1" / "step_000031"
+    stage = Stage(
+        *[(KILLED, EXCHANGE_FAILED)] * 2,
+        at_start=lambda: old.exists() and old.rename(tmp_path / old.name),  # as rank 0 adopts it
+    )
+    assert play(stage, restarts=1, resume=resume) != 0
+    assert stage.overrides[1] == (f"checkpoint.resume={resume}",)
+
+
+@pytest.mark.parametrize("saved", ["step_000012", f"{RANKS}/1/step_000012"])
+def test_a_run_goes_on_with_what_its_first_gang_has_saved(play: Play, tmp_path: Path, saved: str) -> None:
+    (tmp_path / "step_000010").mkdir()
+    stage = Stage(
+        *[(KILLED, EXCHANGE_FAILED)] * 2,
+        at_start=lambda: (tmp_path / saved).mkdir(parents=True, exist_ok=True),
+    )
+    assert play(stage, restarts=1, resume="run/step_000010") != 0
+    assert stage.overrides[1] == ("checkpoint.resume=auto",)
+
+
+def test_a_run_that_has_set_the_former_one_aside_goes_on_with_its_own(play: Play, tmp_path: Path) -> None:
+    old = tmp_path / "step_000010"
+    old.mkdir()
+    stage = Stage(
+        *[(KILLED, EXCHANGE_FAILED)] * 2,
+        at_start=lambda: old.exists() and old.rename(tmp_path / "aside_step_000010.0"),
+    )
+    assert play(stage, restarts=1, resume="never") != 0
     assert stage.overrides[1] == ("checkpoint.resume=auto",)
 
 
