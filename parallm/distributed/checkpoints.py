@@ -13,13 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from parallm.checkpoint.manager import (
-    CheckpointManager,
-    best_checkpoint,
-    checkpoint_folders,
-    checkpoint_step,
-    set_aside,
-)
+from parallm.checkpoint.format import read_checkpoint
+from parallm.checkpoint.manager import CheckpointManager, checkpoint_folders, checkpoint_step, set_aside
 from parallm.checkpoint.settings import CheckpointSettings
 from parallm.checkpoint.state import Fingerprint, RunFacts, TrainingState
 from parallm.distributed.team import RANKS
@@ -30,8 +25,8 @@ Share = Callable[[str, bytes], Future[list[bytes]]]
 """Gathers one part of each rank, under a label."""
 HANDED_OUT = "checkpoint"
 
-RECEIVED = Path("received") / "run"
-"""Folder of a worker with what rank 0 has handed out; deeper than that of a policy would be."""
+RECEIVED = "received"
+"""Folder of a worker with what rank 0 has handed out."""
 
 logger = logging.getLogger(__name__)
 
@@ -76,10 +71,9 @@ class LeaderCheckpoints(SharedCheckpoints):
             is_own = self._folder.resolve() in Path(resume).resolve().parents
             self._set_newer_aside(state.step if state is not None and is_own else -1)
         if resume != "never":
-            newest = self.checkpoints()[-1:] if resume == "auto" else (Path(resume),)
-            best = self.best()
-            folders = [path for path in (best, *newest) if path is not None] if state is not None else []
-            self._share(HANDED_OUT, _packed(list(dict.fromkeys(folders)))).result()
+            path = self.checkpoints()[-1] if resume == "auto" and state is not None else Path(resume)
+            content = _packed(None, None) if state is None else _packed(path, self.best())
+            self._share(HANDED_OUT, content).result()
         return state
 
     def _set_newer_aside(self, step: int) -> None:
@@ -104,6 +98,7 @@ class FollowerCheckpoints(SharedCheckpoints):
         super().__init__(folder, settings, share=share, flaw=flaw)
         self._leader = leader
         self._received = folder / RECEIVED
+        self._best: Path | None = None
 
     def save(self, state: TrainingState) -> Path:
         """Wait until rank 0 has saved the same, and return its folder; save here if rank 0 is lost meanwhile.
@@ -126,14 +121,16 @@ class FollowerCheckpoints(SharedCheckpoints):
         self, resume: str, fingerprint: Fingerprint | None = None, facts: RunFacts | None = None
     ) -> TrainingState | None:
         """Load what rank 0 hands out, which has decided that it fits."""
+        shutil.rmtree(self._received, ignore_errors=True)
+        self._best = None
         if resume == "never":
             return None
-        shutil.rmtree(self._received, ignore_errors=True)
-        _unpack(self._share(HANDED_OUT, b"").result()[0], self._received)
-        return CheckpointManager(self._received, self.settings).load("auto")
+        state, self._best = _unpack(self._share(HANDED_OUT, b"").result()[0], self._received)
+        return read_checkpoint(state) if state is not None else None
 
     def best(self) -> Path | None:
-        return best_checkpoint(checkpoint_folders(self._received))
+        """The best checkpoint when the run began, as rank 0 has handed it out."""
+        return self._best
 
 
 def _label(state: TrainingState) -> str:
@@ -153,21 +150,34 @@ def adopt_rescued(folder: Path) -> None:
             logger.warning("%s is what worker %s has saved when the workers lost each other", final, path.parent.name)
 
 
-def _packed(folders: list[Path]) -> bytes:
+def _packed(state: Path | None, best: Path | None) -> bytes:
+    """The bytes of the checkpoint to resume from and of the best one, and which is which."""
+    is_both = state is not None and best is not None and state.resolve() == best.resolve()
+    roles = {"state": state, "best": None if is_both else best}
     files = {
-        path.relative_to(folder.parent).as_posix(): np.frombuffer(path.read_bytes(), np.uint8)
-        for folder in folders
+        f"{role}/{path.relative_to(folder).as_posix()}": np.frombuffer(path.read_bytes(), np.uint8)
+        for role, folder in roles.items()
+        if folder is not None
         for path in folder.rglob("*")
         if path.is_file()
     }
-    return pack(list(files), list(files.values()))
+    names = {"state": state and "state", "best": best and ("state" if is_both else "best")}
+    return pack({**names, "files": list(files)}, list(files.values()))
 
 
-def _unpack(content: bytes, folder: Path) -> None:
-    names, blocks = unpack(content)
-    for name, block in zip(names, blocks, strict=True):
-        path = folder / name
-        if not path.resolve().is_relative_to(folder.resolve()):
-            raise CheckpointError(f"rank 0 hands out {name}, which is outside of a checkpoint")
+def _unpack(content: bytes, folder: Path) -> tuple[Path | None, Path | None]:
+    """Write both checkpoints below `folder`; return the one to resume from, and the best."""
+    head, blocks = unpack(content)
+    for name, block in zip(head["files"], blocks, strict=True):
+        path = _inside(folder, name)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(block.tobytes())
+    state, best = (None if head[role] is None else _inside(folder, head[role]) for role in ("state", "best"))
+    return state, best
+
+
+def _inside(folder: Path, name: str) -> Path:
+    path = folder / name
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise CheckpointError(f"rank 0 hands out {name}, which is outside of a checkpoint")
+    return path

@@ -88,6 +88,8 @@ async def build_policy_run(
     base = {"the base": context.fingerprint.model_sha256, "problems": context.facts.problems}
     await parts.check_same({**base, "the adapter": context.learner.adapter.digest}, context.learner)
     state, resumed_version = await _restore(spec, runtime, context, trainer, parts)
+    newest = {"the step": trainer.status.step, "the version": context.learner.adapter.version}
+    await parts.check_same(newest, context.learner)
     _report_resumption(context, state, live, resumed_version)
     if live is not None:
         scores = environment_scoring_functions(config.environment.name, data.environment)

@@ -1,15 +1,19 @@
 """Who saves what, what is adopted after a failure, and what is handed out."""
 
+import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from parallm.checkpoint.format import read_version
 from parallm.checkpoint.manager import CheckpointManager
 from parallm.checkpoint.settings import CheckpointSettings
+from parallm.checkpoint.state import TrainingState
 from parallm.distributed.channel import Channel
 from parallm.distributed.checkpoints import FollowerCheckpoints, LeaderCheckpoints, _packed, _unpack, adopt_rescued
 from parallm.distributed.wire import pack
@@ -32,6 +36,23 @@ def contents(root: Path) -> dict[str, str]:
 
 def follower_of(run: Path, channel: Channel) -> FollowerCheckpoints:
     return FollowerCheckpoints(run / "ranks" / "1", SETTINGS, leader=run, share=channel.gather, flaw=lambda: "")
+
+
+def load_both(
+    leader: LeaderCheckpoints, follower: FollowerCheckpoints, resume: str
+) -> tuple[TrainingState | None, TrainingState | None, Path | None]:
+    """What rank 0 and the other one load, and the best checkpoint of the latter."""
+    with ThreadPoolExecutor(1) as pool:
+        loading = pool.submit(follower.load, resume)
+        return leader.load(resume), loading.result(5), follower.best()
+
+
+def loaded_by_two(
+    run: Path, resume: str, channels: Channels
+) -> tuple[TrainingState | None, TrainingState | None, Path | None]:
+    first, second = channels(2)[-2:]
+    leader = LeaderCheckpoints(run, SETTINGS, share=first.gather, flaw=lambda: "")
+    return load_both(leader, follower_of(run, second), resume)
 
 
 def test_what_the_first_rank_could_not_save_is_adopted_and_the_rest_deleted(tmp_path: Path) -> None:
@@ -75,11 +96,36 @@ def test_checkpoints_of_a_run_that_begins_elsewhere_are_set_aside(tmp_path: Path
 
 def test_what_is_handed_out_stays_in_its_folder(tmp_path: Path) -> None:
     write(tmp_path / "a", {"step_000003": "y"})
-    _unpack(_packed([tmp_path / "a" / "step_000003"]), tmp_path / "b")
-    assert contents(tmp_path / "b") == {"step_000003": "y"}
-    with pytest.raises(CheckpointError, match="outside"):
-        _unpack(pack(["../evil"], [np.zeros(1, np.uint8)]), tmp_path / "b")
+    _unpack(_packed(tmp_path / "a" / "step_000003", None), tmp_path / "b")
+    assert (tmp_path / "b" / "state" / "state").read_text() == "y"
+    for head in ({"files": ["../evil"]}, {"files": ["x"], "state": "../a/step_000003"}):
+        with pytest.raises(CheckpointError, match="outside"):
+            _unpack(pack({"state": None, "best": None, **head}, [np.zeros(1, np.uint8)]), tmp_path / "b")
     assert not (tmp_path / "evil").exists()
+
+
+@pytest.mark.parametrize(("name", "best_step"), [("mine", None), ("run/step_000003", 2), ("run/step_000002", 2)])
+def test_all_ranks_resume_from_the_checkpoint_that_the_command_names(
+    name: str, best_step: int | None, tmp_path: Path, channels: Channels
+) -> None:
+    run = tmp_path / "run"
+    old = CheckpointManager(run, CheckpointSettings(keep=9))
+    for step, score in ((2, 0.5), (3, None), (4, 0.9)):
+        old.save(build_state(step, score=score))
+    shutil.copytree(run / "step_000003", tmp_path / "mine")
+    resumed, loaded, best = loaded_by_two(run, str(tmp_path / name), channels)
+    assert resumed is not None
+    assert loaded is not None
+    assert (loaded.step, loaded.adapter.digest) == (resumed.step, resumed.adapter.digest)
+    assert resumed.step == (2 if name.endswith("2") else 3)
+    assert (best and read_version(best)) == best_step
+
+
+def test_what_was_handed_out_at_an_earlier_start_counts_for_nothing(tmp_path: Path, channels: Channels) -> None:
+    CheckpointManager(tmp_path, SETTINGS).save(build_state(4, score=0.9))
+    assert None not in loaded_by_two(tmp_path, "auto", channels)
+    assert loaded_by_two(tmp_path, "never", channels) == (None, None, None)
+    assert loaded_by_two(tmp_path, "auto", channels) == (None, None, None)
 
 
 def test_all_ranks_resume_from_what_the_first_has_and_know_the_best(tmp_path: Path, channels: Channels) -> None:
@@ -89,18 +135,13 @@ def test_all_ranks_resume_from_what_the_first_has_and_know_the_best(tmp_path: Pa
     for state in (build_state(3, score=0.5), build_state(7)):
         leader.save(state)
         assert follower.save(state) == tmp_path / f"step_{state.step:06d}"
-    loaded = []
-    thread = threading.Thread(target=lambda: loaded.append(follower.load("auto")))
-    thread.start()
-    resumed = leader.load("auto")
-    thread.join(5)
+    resumed, loaded, best = load_both(leader, follower, "auto")
     assert resumed is not None
-    assert loaded[0] is not None
-    assert loaded[0].step == resumed.step == 7
-    assert loaded[0].adapter.digest == resumed.adapter.digest
-    best = follower.best()
+    assert loaded is not None
+    assert loaded.step == resumed.step == 7
+    assert loaded.adapter.digest == resumed.adapter.digest
     assert best is not None
-    assert best.name == "step_000003"
+    assert read_version(best) == 3
     assert not list((tmp_path / "ranks" / "1").glob("step_*"))
     first.fail("rank 0 is gone")
     assert follower.save(build_state(8)).parent == tmp_path / "ranks" / "1"
