@@ -53,8 +53,8 @@ from parallm.device.load_mlx import load_mlx
 from parallm.device.settings import BlasSettings
 from parallm.distributed.launcher import launch, launch_ranks, must_launch
 from parallm.distributed.servers import must_start_servers, run_servers
-from parallm.distributed.team import join_team
-from parallm.errors import ConfigError, ParallmError
+from parallm.distributed.team import EXCHANGE_FAILED, join_team
+from parallm.errors import ConfigError, ExchangeFailed, ParallmError
 from parallm.metrics.machine import describe_versions
 from parallm.metrics.sweep import Job, report_sweep
 from parallm.run.workers import shared_facts
@@ -167,6 +167,8 @@ def _run_job(composed: DictConfig, folder: Path, name: str, run: Run | None) -> 
                 code = run(config, folder, blas)
     except ConfigError as error:
         code = _complain(str(error), WRONG_CONFIG, form)
+    except ExchangeFailed as error:
+        code = _complain(str(error), EXCHANGE_FAILED, form)
     except ParallmError as error:
         code = _complain(str(error), FAILED, form)
     finally:

@@ -49,6 +49,15 @@ def test_only_the_first_rank_writes_and_all_tell_of_themselves(workers: MakeWork
     assert [group.status(rank)["state"] for rank in (0, 1)] == ["finished", "finished"]
 
 
+def test_workers_that_miss_one_at_the_start_end_for_now(workers: MakeWorkers) -> None:
+    group = workers("two")
+    group.start(2, "distributed.timeout_seconds=2")
+    group.processes[1].kill()
+    code, output = group.wait()[0]
+    assert code == EXCHANGE_FAILED
+    assert "1 of 2 workers have not come" in output
+
+
 def test_another_configuration_ends_all_before_anything_is_loaded(workers: MakeWorkers) -> None:
     group = workers("two")
     began = time.monotonic()
