@@ -32,9 +32,13 @@ LEAVE, FAIL = "!leave", "!fail"
 """Labels of a worker's last frame, and of rank 0's word that the exchange has failed; the content is the reason."""
 BROADCAST = "!all"
 """Label of what rank 0 sends to all."""
-MAX_LABEL, MAX_CONTENT = 1 << 12, 1 << 36
+HELLO = "hello"
+"""Label of a worker's first frame."""
+MAX_LABEL, MAX_CONTENT, MAX_HELLO = 1 << 12, 1 << 36, 1 << 24
 POLL_SECONDS = 0.2
 CLOSE_SECONDS = 5.0
+GREETING_SECONDS = 5.0
+"""Time limit of a worker's first frame."""
 
 
 @dataclass(slots=True)
@@ -282,7 +286,8 @@ class Channel:
 def listen(address: Address, size: int, timeout_seconds: float) -> list[tuple[socket.socket, bytes]]:
     """Accept the connection of each other rank; return connections with their first frames' contents.
 
-    Raises ExchangeFailed if the port is taken, or if some do not come in time.
+    Each is greeted in a thread of its own, and closed with a warning if it is no worker's. Raises ExchangeFailed if the
+    port is taken, or if some do not come in time.
     """
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     arrived: list[tuple[socket.socket, bytes]] = []
@@ -292,17 +297,19 @@ def listen(address: Address, size: int, timeout_seconds: float) -> list[tuple[so
         try:
             listener.bind((address.host, address.port))
             listener.listen(size)
+            listener.settimeout(POLL_SECONDS)
             while len(arrived) < size - 1:
-                listener.settimeout(max(0.01, deadline - time.monotonic()))
-                connection, _ = listener.accept()
-                arrived.append(_greeted(connection, deadline))
-        except TimeoutError as error:
-            raise ExchangeFailed(
-                f"{size - 1 - len(arrived)} of {size} workers have not come to {address} in {timeout_seconds:g} seconds"
-            ) from error
+                if time.monotonic() > deadline:
+                    raise ExchangeFailed(
+                        f"{size - 1 - len(arrived)} of {size} workers have not come to {address} in "
+                        f"{timeout_seconds:g} seconds"
+                    )
+                with suppress(TimeoutError, ConnectionAbortedError):
+                    connection, peer = listener.accept()
+                    threading.Thread(target=_greet, args=(connection, peer[0], arrived), daemon=True).start()
         except OSError as error:
             raise ExchangeFailed(f"rank 0 cannot listen at {address}: {error}") from error
-    return arrived
+    return arrived[: size - 1]
 
 
 def connect(address: Address, hello: bytes, timeout_seconds: float) -> tuple[socket.socket, bytes]:
@@ -315,7 +322,7 @@ def connect(address: Address, hello: bytes, timeout_seconds: float) -> tuple[soc
         try:
             connection = socket.create_connection((address.host, address.port), max(0.01, deadline - time.monotonic()))
             _keep_alive(connection)
-            write_frame(connection, "hello", hello)
+            write_frame(connection, HELLO, hello)
             return connection, read_frame(connection)[1]
         except (OSError, EOFError) as error:
             if time.monotonic() > deadline:
@@ -329,21 +336,27 @@ def write_frame(connection: socket.socket, label: str, content: bytes) -> None:
     connection.sendall(content)
 
 
-def read_frame(connection: socket.socket) -> tuple[str, bytes]:
+def read_frame(connection: socket.socket, max_content: int = MAX_CONTENT) -> tuple[str, bytes]:
     """Raises EOFError at the end of the connection, ValueError for what is no frame."""
     label_length, length = HEADER.unpack(_exactly(connection, HEADER.size))
-    if label_length > MAX_LABEL or length > MAX_CONTENT:
+    if label_length > MAX_LABEL or length > max_content:
         raise ValueError("not a frame")
     return _exactly(connection, label_length).decode(), _exactly(connection, length)
 
 
-def _greeted(connection: socket.socket, deadline: float) -> tuple[socket.socket, bytes]:
-    connection.settimeout(max(0.01, deadline - time.monotonic()))
-    _keep_alive(connection)
+def _greet(connection: socket.socket, host: str, arrived: list[tuple[socket.socket, bytes]]) -> None:
+    """Append the connection and the content of its first frame to `arrived`, or close it."""
     try:
-        return connection, read_frame(connection)[1]
-    except (EOFError, ValueError) as error:
-        raise OSError("a connection that is no worker's") from error
+        connection.settimeout(GREETING_SECONDS)
+        _keep_alive(connection)
+        label, content = read_frame(connection, MAX_HELLO)
+        if label != HELLO:
+            raise ValueError("not a hello")
+    except (OSError, EOFError, ValueError) as error:
+        connection.close()
+        logger.warning("a connection from %s was closed, it is no worker's: %s", host, str(error) or "it has ended")
+        return
+    arrived.append((connection, content))
 
 
 def _keep_alive(connection: socket.socket) -> None:

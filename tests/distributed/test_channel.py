@@ -5,11 +5,16 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 
-from parallm.distributed.channel import HEADER, Channel, Link
+from parallm.distributed import channel as channel_module
+from parallm.distributed.channel import GREETING_SECONDS, HEADER, Channel, Link, connect, listen, write_frame
+from parallm.distributed.identity import Address
 from parallm.errors import ExchangeFailed
+from tests.distributed.conftest import free_ports
 
 Channels = Callable[..., list[Channel]]
 
@@ -125,3 +130,50 @@ def test_ranks_meet_before_any_goes_on(channels: Channels) -> None:
     second.meet("x")
     waiting.join(5)
     assert not waiting.is_alive()
+
+
+def joined(address: Address) -> socket.socket:
+    """A connection to rank 0, which may begin to listen a little later."""
+    deadline = time.monotonic() + 5
+    while True:
+        try:
+            return socket.create_connection((address.host, address.port), 5)
+        except ConnectionRefusedError:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def test_connections_that_are_no_workers_keep_no_worker_out(caplog: pytest.LogCaptureFixture) -> None:
+    address = Address("127.0.0.1", free_ports(1)[0])
+    began = time.monotonic()
+    with ThreadPoolExecutor(2) as pool:
+        listening = pool.submit(listen, address, 2, 30.0)
+        silent = joined(address)
+        joined(address).close()
+        with joined(address) as browser:
+            browser.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            with suppress(ConnectionResetError):
+                assert not browser.recv(1)
+        with joined(address) as other:
+            write_frame(other, "states", b"{}")
+            assert not other.recv(1)
+        worker = pool.submit(connect, address, b"rank 1", 30.0)
+        ((connection, hello),) = listening.result(10)
+        write_frame(connection, "welcome", b"rank 0")
+        assert (hello, worker.result(5)[1]) == (b"rank 1", b"rank 0")
+        assert time.monotonic() - began < GREETING_SECONDS
+    assert len([record for record in caplog.records if "is no worker's" in record.message]) == 3
+    for end in (silent, connection, worker.result()[0]):
+        end.close()
+
+
+def test_a_silent_connection_is_closed_after_a_short_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel_module, "GREETING_SECONDS", 0.1)
+    address = Address("127.0.0.1", free_ports(1)[0])
+    with ThreadPoolExecutor(1) as pool:
+        listening = pool.submit(listen, address, 2, 2.0)
+        with joined(address) as silent:
+            silent.settimeout(1)
+            assert not silent.recv(1)
+        with pytest.raises(ExchangeFailed, match="1 of 2 workers have not come"):
+            listening.result(5)
