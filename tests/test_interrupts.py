@@ -1,7 +1,7 @@
 import asyncio
-import importlib
 import os
 import pty
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +18,7 @@ def test_ctrl_c_while_a_command_starts_shows_no_traceback(name: str, monkeypatch
 
     monkeypatch.setattr("parallm.run.command.run_command", interrupted)
     with pytest.raises(SystemExit) as ending:
-        importlib.import_module(f"parallm.{name}").main()
+        runpy.run_module(f"parallm.{name}", run_name="__main__")
     assert ending.value.code == INTERRUPTED
 
 

@@ -129,7 +129,7 @@ def launched(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
         process.wait()
 
 
-@pytest.mark.parametrize("send", [os.kill, os.killpg])
+@pytest.mark.parametrize("send", [os.kill, pytest.param(os.killpg, marks=pytest.mark.slow)])
 def test_an_interrupt_of_the_command_lets_workers_save_and_end(
     launched: subprocess.Popen[bytes], tmp_path: Path, send: Callable[[int, int], None]
 ) -> None:
