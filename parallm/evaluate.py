@@ -1,15 +1,10 @@
 """`python -m parallm.evaluate`: adapters and the base side by side on held-out problems."""
 
-import sys
-
-from parallm.interrupts import quietly
+from parallm.run.start import start
 
 
 def main() -> None:
-    with quietly():
-        from parallm.run.command import run_command  # noqa: PLC0415  # takes a second, in which Ctrl-C may come
-
-        sys.exit(run_command("evaluate"))
+    start("evaluate")
 
 
 if __name__ == "__main__":

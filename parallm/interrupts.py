@@ -8,10 +8,9 @@ import asyncio
 import logging
 import os
 import signal
-import sys
 import threading
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any, TypeVar
 
 logger = logging.getLogger(__name__)
@@ -53,15 +52,6 @@ def outlive_hang_up() -> None:
         os.close(os.open(TERMINAL, os.O_RDONLY))
         return
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-
-
-@contextmanager
-def quietly() -> Iterator[None]:
-    """End the process as after Ctrl-C, without a traceback, where nothing else has taken the signal."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
 
 
 def show_cursor() -> None:

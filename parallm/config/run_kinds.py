@@ -86,19 +86,6 @@ class RunParts(Protocol):
     def environment(self) -> EnvironmentSettings: ...
 
 
-class Switched(Protocol):
-    """Parts of a process that may be off."""
-
-    @property
-    def server(self) -> ServerSettings: ...
-
-    @property
-    def registry(self) -> RegistrySettings: ...
-
-    @property
-    def metrics(self) -> MetricsSettings: ...
-
-
 def kind_of(run: RunParts) -> RunKind:
     if run.learner.trains != "policy":
         return run.learner.trains
@@ -174,15 +161,14 @@ def keys_without_effect(run: RunParts) -> Iterator[str]:
             yield f"{name}={value} has no effect without {SWITCHES[name][0]}"
 
 
-def keys_of_what_is_off(config: Switched) -> Iterator[str]:
+def keys_of_what_is_off(server: ServerSettings, registry: RegistrySettings, metrics: MetricsSettings) -> Iterator[str]:
     """Yield one line for each key that differs from its default, of a part of the process that is off."""
-    for part in ("server", "registry"):
-        settings = getattr(config, part)
-        for name, value in () if settings.enabled else _changed({part: settings}):
-            if name != f"{part}.enabled":
-                yield f"{name}={value} has no effect without {part}.enabled=true"
-    metrics, usual = config.metrics, MetricsSettings()
-    if metrics.project != usual.project and not metrics.trackio and metrics.wandb == "off":
+    off = {part: one for part, one in (("server", server), ("registry", registry)) if not one.enabled}
+    for name, value in _changed(off):
+        part, _, key = name.partition(".")
+        if key != "enabled":
+            yield f"{name}={value} has no effect without {part}.enabled=true"
+    if metrics.project != MetricsSettings().project and not metrics.trackio and metrics.wandb == "off":
         yield f"metrics.project={metrics.project} has no effect without metrics.wandb or metrics.trackio"
 
 

@@ -192,7 +192,7 @@ class AsyncEngine:
 
 
 class Channel:
-    """What the engine delivers for some requests, until the task that reads it comes by."""
+    """Events and errors of some requests that their reader has not taken yet."""
 
     def __init__(self, num_completions: int) -> None:
         self.over = asyncio.get_running_loop().create_future()
@@ -290,7 +290,6 @@ def _validate(request: GenerationRequest, engine: Engine) -> None:
             limit=engine.max_context,
             setting="engine.max_context",
         )
-    engine.kv_budget.check(request)
 
 
 def _validate_sampling(sampling: SamplingParams) -> None:

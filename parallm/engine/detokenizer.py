@@ -6,8 +6,8 @@ from parallm.model.chat.tokenizer import ChatTokenizer
 
 REPLACEMENT = "\ufffd"  # what decoders give for a character whose bytes are not complete yet
 SILENT_TOKENS = 8
-"""So many tokens without text, such as hidden ones, are no beginning of a character, which has at most 4 bytes; nor are
-so many that end in no character."""
+"""A character has at most 4 bytes, and so at most as many tokens. This many tokens that are still no text, such as
+hidden ones, or still end in no whole character, do not wait for one."""
 
 
 class Detokenizer:
@@ -26,24 +26,20 @@ class Detokenizer:
     def add(self, token: int, stops: Sequence[str] = ()) -> None:
         """Append a token: `text` grows by the characters that are complete, in which stop strings may end."""
         self._tokens.append(token)
-        num_before, more, end = len(self.text), self._after_safe(), len(self._tokens)
-        if end - self._safe >= SILENT_TOKENS and more.endswith(REPLACEMENT):
-            # A character has at most four tokens, so one of these ends is between two. Or all that is here is none.
+        num_before, end = len(self.text), len(self._tokens)
+        more, is_long = self._after_safe(end), end - self._safe >= SILENT_TOKENS
+        if is_long and more.endswith(REPLACEMENT):
+            # A character has at most four tokens: one of these four ends is between two, or no character is here
             for end in range(len(self._tokens) - 4, len(self._tokens) - 8, -1):
                 more = self._after_safe(end)
                 if not more.endswith(REPLACEMENT):
                     break
-            self._take(more, end)
-        elif end - self._safe >= SILENT_TOKENS or (more and not more.endswith(REPLACEMENT)):
-            self._take(more, end)
-        # each from where it would end in new text: before a minimum of tokens there may be some that do not count
+        if is_long or (more and not more.endswith(REPLACEMENT)):
+            self.text += more
+            self._context, self._safe = self._safe, end
+        # A match ends in new text: one that ends before came with tokens whose stop strings did not count
         matches = [self.text.find(stop, max(0, num_before - len(stop) + 1)) for stop in stops]
         self.stop_at = min((match for match in matches if match >= 0), default=None)
-
-    def _take(self, more: str, end: int) -> None:
-        """Let `text` grow by that of the tokens before `end`."""
-        self.text += more
-        self._context, self._safe = self._safe, end
 
     def certain(self, stops: Sequence[str]) -> str:
         """Text so far without an end that might become a stop string."""
@@ -61,9 +57,9 @@ class Detokenizer:
 
     def final(self) -> str:
         """The whole text after the last token, incomplete characters as they are."""
-        return self.text + self._after_safe() if self.stop_at is None else self.text[: self.stop_at]
+        return self.text + self._after_safe(len(self._tokens)) if self.stop_at is None else self.text[: self.stop_at]
 
-    def _after_safe(self, end: int | None = None) -> str:
-        """The text of the tokens that are not in `text`, to the last one or before `end`."""
+    def _after_safe(self, end: int) -> str:
+        """The text of the tokens before `end` that are not in `text`."""
         before = self._tokenizer.decode(self._tokens[self._context : self._safe])
         return self._tokenizer.decode(self._tokens[self._context : end])[len(before) :]

@@ -87,7 +87,7 @@ class Engine:
     def add(self, request: GenerationRequest, is_streaming: bool) -> None:
         """Queue a validated request with an id of its own. Raises UnknownModel, EngineFull (not for rollouts),
         InvalidRequest, ContextTooLong."""
-        self.kv_budget.check(request)  # again: a unit may have run out of memory meanwhile, which lowers the limit
+        self.kv_budget.check(request)  # on this thread, which lowers the limit when memory runs out
         queue = self._queues[request.traffic]
         if request.traffic == "serving" and len(queue.waiting) >= self.settings.max_waiting:
             raise EngineFull(f"{len(queue.waiting)} requests wait already; try later or raise engine.max_waiting")

@@ -37,7 +37,7 @@ from parallm.metrics.json_lines import write_whole
 TRAIN, HELD_OUT, START = "train.jsonl", "held_out.jsonl", "start"
 """In a job's folder: what it learns and is evaluated on, and the adapter that it starts from."""
 NOT_KEPT = (TRAIN, HELD_OUT, START, "step_*", "aside_step_*")
-"""What a failed job does not keep; its log and its metrics stay."""
+"""Files and folders that a failed job loses; its log and its metrics stay."""
 COLUMNS = ("step", "train_loss", "train_mean_reward", "valid_loss", "valid_mean_reward", "valid_accuracy")
 """Columns of the result file."""
 DISK_SECONDS = 10.0

@@ -127,7 +127,7 @@ def make_policy_specs(
     for (first, first_config), (second, second_config) in combinations(configs.items(), 2):
         if first_config == second_config:
             logger.warning("policies %s and %s differ in nothing, so both learn the same", first, second)
-    for line in keys_of_what_is_off(config):
+    for line in keys_of_what_is_off(config.server, config.registry, config.metrics):
         logger.warning("%s", line)
     for name, policy in configs.items():
         for line in keys_without_effect(policy):

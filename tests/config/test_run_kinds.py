@@ -121,12 +121,14 @@ def test_a_key_that_changes_nothing_is_named(values: dict[str, Any], line: str) 
     ],
 )
 def test_a_key_of_what_is_off_is_named(values: dict[str, Any], line: str) -> None:
-    assert [*keys_of_what_is_off(config(**values))] == [line]
+    given = config(**values)
+    assert [*keys_of_what_is_off(given.server, given.registry, given.metrics)] == [line]
 
 
 def test_keys_of_what_is_on_are_not_named() -> None:
     on = {"server": {"port": 9000}, "registry": {"enabled": True, "keep_alive": 5}}
-    assert [*keys_of_what_is_off(config(**on, metrics={"project": "mine", "wandb": "offline"}))] == []
+    given = config(**on, metrics={"project": "mine", "wandb": "offline"})
+    assert [*keys_of_what_is_off(given.server, given.registry, given.metrics)] == []
 
 
 def test_what_has_an_effect_is_not_named() -> None:

@@ -10,17 +10,9 @@ from parallm.errors import ParallmError
 from parallm.jobs.fine_tuning import HELD_OUT, TRAIN, TuningOrder, TuningResult
 from parallm.jobs.job_rows import SavedVersion
 from parallm.jobs.jobs import Jobs, open_jobs
-from parallm.jobs.plan import ReinforcementHyperparameters, TuningRequest
 from parallm.jobs.settings import JobSettings
+from tests.jobs.test_job_events import REQUEST
 
-REQUEST = TuningRequest(
-    model="base",
-    training_file="",
-    kind="reinforcement",
-    grader={"type": "environment", "name": "arithmetic"},
-    hyperparameters=ReinforcementHyperparameters(),
-    seed=1,
-)
 RESULT = TuningResult(was_stopped=True, trained_tokens=1, rows=[])
 
 

@@ -25,7 +25,7 @@ class OutputParsing:
 
 @dataclass(slots=True)
 class MessagePart:
-    """What a piece of output adds to a message."""
+    """Texts and calls that a piece of output adds to a message."""
 
     pieces: list[tuple[Section, str] | ToolCall] = field(default_factory=list)
     """Text of a section, and calls, in the order in which they were written."""
