@@ -97,7 +97,7 @@ class TensorParallel:
         parts_SBTH: mx.array = whole_BTH[None]
         kernel: AddNorm = add_norm
         if self.ranks.peers is not None:
-            own_SBTH = y_BTH.parts if isinstance(y_BTH, FusedAdd) else None
+            own_SBTH = y_BTH.parts if isinstance(y_BTH, FusedAdd) and y_BTH.lora is None else None
             own_SBTH = y_BTH[None] if own_SBTH is None else own_SBTH
             if sum_add_norm.fits(own_SBTH, y_BTH):
                 parts_SBTH, kernel = own_SBTH, partial(sum_add_norm.sum_add_norm, peers=self.ranks.peers)

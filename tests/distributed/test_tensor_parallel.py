@@ -26,13 +26,18 @@ from parallm.config.schema import ServeConfig
 from parallm.distributed.settings import ServingSettings
 from parallm.errors import ConfigError
 from parallm.model.adapters.files import write_peft
+from parallm.model.kernels.all_sum import PeerMemory
+from parallm.model.kernels.segmented_lora import ShrinkOutput
 from parallm.model.load import load_shared_model
+from parallm.model.patches.forward import FusedAdd
 from parallm.model.settings import ModelSettings
+from parallm.model.tensor_parallel import Ranks, TensorParallel
 from parallm.run.serve import checked, open_serving
 from parallm.server.operation.http_server import Listener
 from tests import conftest
 from tests.distributed.conftest import ROOT, free_ports
 from tests.distributed.rank_logits import adapter_of, logits_of, settings_of, weights_of
+from tests.model.lora.test_segmented import random_versions
 from tests.tiny_models import write_model
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
@@ -110,6 +115,21 @@ def rms(difference_TV: np.ndarray) -> float:
 @pytest.fixture
 def config() -> ServeConfig:
     return ServeConfig(distributed=ServingSettings(tensor_parallel=2))
+
+
+@pytest.mark.parametrize("has_lora", [False, True])
+def test_what_a_rank_sends_has_its_lora(has_lora: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parts of a product lack it."""
+    monkeypatch.setattr("parallm.model.tensor_parallel.sum_add_norm.fits", lambda *_: True)
+    monkeypatch.setattr("parallm.model.tensor_parallel.fits", lambda *_: False)
+    ranks = Ranks(group=mx.distributed.init(), peers=PeerMemory(rank=0, size=1, addresses=mx.zeros(1, mx.uint64)))
+    parallel = TensorParallel(ranks=ranks, by_outputs=frozenset(), by_inputs=frozenset(), stream=None)
+    weights, y_B1H = random_versions(8, [8], [8], 1, mx.float32).weights, mx.full((3, 1, 8), 3.0)
+    lora = ShrinkOutput(weights=weights, order_B2=mx.zeros((3, 2)), hidden_PBTK=mx.zeros((1, 3, 1, 8)))
+    own = FusedAdd(y_B1H, lambda stream: y_B1H + stream, mx.ones((2, 3, 1, 8)), lora=lora if has_lora else None)
+    sent_SB1H = parallel.output(own).parts
+    assert sent_SB1H is not None
+    assert sent_SB1H.sum(axis=0).tolist() == mx.full((3, 1, 8), 3.0 if has_lora else 2.0).tolist()
 
 
 def test_a_reward_model_is_refused_beside_a_divided_base(config: ServeConfig) -> None:

@@ -1,18 +1,41 @@
 // The residual stream after a sublayer, and its RMSNorm; see add_norm.py.
 // Inputs `y` (S, B, H) of type Y, parts of the sublayer's output that are still to be added up, the stream `other` (B, H)
-// before it, `weight` (H) of the norm. Outputs `sums` (B, H), rounded as MLX's sum, and `normed` (B, H).
+// before it, `weight` (H) of the norm; if HAS_LORA those of expand.cu for one target. Outputs `sums` (B, H), rounded as
+// MLX's sum, and `normed` (B, H).
 // T type of all arrays but the parts, SPLITS parts, SIZE of H; THREADS and CHUNKS vectors of a thread are those of MLX's
-// kernel, so that sums of squares have its order.
+// kernel, so that sums of squares have its order. K columns of A; SORTED as in expand.cu.
 #include "pack.cuh"
 #include "row_scale.cuh"
 
-extern "C" __global__ void add_norm(const Y* y, const T* other, const T* weight, T* sums, T* normed, float eps,
-                                    int rows) {
+extern "C" __global__ void add_norm(const Y* y, const T* other, const T* weight,
+#if HAS_LORA
+                                    const float* hidden, const int* order, const int* starts, const T* factors,
+#endif
+                                    T* sums, T* normed, float eps, int rows
+#if HAS_LORA
+                                    , int num_parts, int versions, int numbers_of_version
+#endif
+) {
   using P = Pack<T>;
   struct alignas(16) Given {
     Y values[P::size];
   };
+#if HAS_LORA
+  constexpr int AT_ONCE = K % 16 == 0 ? 16 : 8;  // rows of B
+  const int64_t row = SORTED ? order[2 * blockIdx.x] : blockIdx.x, version = order[2 * blockIdx.x + 1];
+  const T* b = factors + version * numbers_of_version + starts[1];
+  __shared__ float totals[K];
+  if (version >= 0)
+    for (int k = threadIdx.x; k < K; k += THREADS) {
+      float total = 0.0f;
+#pragma unroll 4
+      for (int p = 0; p < num_parts; p++) total += hidden[((int64_t(p) * rows + row) * versions + version) * K + k];
+      totals[k] = total;
+    }
+  __syncthreads();
+#else
   const int64_t row = blockIdx.x;
+#endif
   P stream[CHUNKS];
   float squares = 0.0f;
 #pragma unroll
@@ -24,12 +47,24 @@ extern "C" __global__ void add_norm(const Y* y, const T* other, const T* weight,
       for (int s = 0; s < SPLITS; s++)
         given[s] = *reinterpret_cast<const Given*>(y + (int64_t(s) * rows + row) * SIZE + start);
       const P before = *reinterpret_cast<const P*>(other + row * SIZE + start);
+      float total[P::size] = {};
+#if HAS_LORA
+#pragma unroll 1
+      for (int r = 0; version >= 0 && r < K; r += AT_ONCE) {
+        P of_rank[AT_ONCE];
+#pragma unroll
+        for (int u = 0; u < AT_ONCE; u++) of_rank[u] = *reinterpret_cast<const P*>(b + int64_t(r + u) * SIZE + start);
+#pragma unroll
+        for (int u = 0; u < AT_ONCE; u++)
+#pragma unroll
+          for (int j = 0; j < P::size; j++) total[j] += totals[r + u] * float(of_rank[u].values[j]);
+      }
+#endif
 #pragma unroll
       for (int j = 0; j < P::size; j++) {
-        float sum = 0.0f;
 #pragma unroll
-        for (int s = 0; s < SPLITS; s++) sum += float(given[s].values[j]);
-        stream[c].values[j] = T(sum + float(before.values[j]));
+        for (int s = 0; s < SPLITS; s++) total[j] += float(given[s].values[j]);
+        stream[c].values[j] = T(total[j] + float(before.values[j]));
       }
       *reinterpret_cast<P*>(sums + row * SIZE + start) = stream[c];
     } else {

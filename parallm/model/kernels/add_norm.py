@@ -2,6 +2,8 @@
 
 Both read and write a few kilobytes a row, so what they take is what two kernels take to start, 64 times a step of an 8B
 model. `patches/forward.py` finds the pairs. Sums are rounded as MLX rounds them, and squares are added in its order.
+LoRA's product with B is part of the kernel, in the order of `expand` (`segmented_lora.py`), where B is small: here one
+block reads all of it for each row.
 
 Axes: B rows, T tokens, H hidden, S parts of a sum.
 """
@@ -9,12 +11,14 @@ Axes: B rows, T tokens, H hidden, S parts of a sum.
 import mlx.core as mx
 
 from parallm.model.kernels.cuda import VECTOR_BYTES, has_kernels, kernel
+from parallm.model.kernels.segmented_lora import ShrinkOutput
 
 DTYPES = (mx.bfloat16, mx.float16)
 MAX_CHUNKS = 8
+MAX_FACTORS = 1 << 17  # values of B that a block reads
 
 
-def fits(parts_SBTH: mx.array, stream_BTH: mx.array) -> bool:
+def fits(parts_SBTH: mx.array, stream_BTH: mx.array, lora: ShrinkOutput | None = None) -> bool:
     """Whether `add_norm` can compute these, of one token a row, on this device."""
     size = stream_BTH.shape[-1]
     return (
@@ -26,13 +30,21 @@ def fits(parts_SBTH: mx.array, stream_BTH: mx.array) -> bool:
         and parts_SBTH.dtype in (stream_BTH.dtype, mx.float32)
         and size % _values(stream_BTH.dtype) == 0
         and threads_and_chunks(size, stream_BTH.dtype)[1] <= MAX_CHUNKS
+        and (lora is None or sum(lora.weights.layout.ranks) * size <= MAX_FACTORS)
     )
 
 
-def add_norm(parts_SBTH: mx.array, stream_BTH: mx.array, weight_H: mx.array, eps: float) -> tuple[mx.array, mx.array]:
-    """The sum of all parts and the stream, and its RMSNorm, both (B, T, H) in the stream's type."""
+def add_norm(
+    parts_SBTH: mx.array, stream_BTH: mx.array, weight_H: mx.array, eps: float, *, lora: ShrinkOutput | None = None
+) -> tuple[mx.array, mx.array]:
+    """The sum of all parts, the stream and the product of `lora`, which has one target, and the sum's RMSNorm, both
+    (B, T, H) in the stream's type."""
     splits, *rows, size = parts_SBTH.shape
     threads, chunks = threads_and_chunks(size, stream_BTH.dtype)
+    inputs, sizes = [parts_SBTH, stream_BTH, weight_H], [rows[0] * rows[1]]
+    if lora is not None:
+        inputs += lora.inputs()
+        sizes += [lora.hidden_PBTK.shape[0], *lora.weights.array_VN.shape]
     defines = (
         ("T", stream_BTH.dtype),
         ("Y", parts_SBTH.dtype),
@@ -40,12 +52,14 @@ def add_norm(parts_SBTH: mx.array, stream_BTH: mx.array, weight_H: mx.array, eps
         ("SIZE", size),
         ("THREADS", threads),
         ("CHUNKS", chunks),
+        ("HAS_LORA", lora is not None),
+        ("SORTED", lora is not None and lora.weights.is_sorted),
+        ("K", sum(lora.weights.layout.ranks) if lora else 0),
     )
-    num_rows = rows[0] * rows[1]
     sums_BTH, normed_BTH = kernel("add_norm", defines)(
-        [parts_SBTH, stream_BTH, weight_H],
-        [float(eps), num_rows],
-        grid=(num_rows * threads, 1, 1),
+        inputs,
+        [float(eps), *sizes],
+        grid=(sizes[0] * threads, 1, 1),
         threadgroup=(threads, 1, 1),
         output_shapes=[stream_BTH.shape] * 2,
         output_dtypes=[stream_BTH.dtype] * 2,

@@ -19,7 +19,7 @@ import mlx.nn as nn
 
 from parallm.model.kernels import quantized_gemm
 from parallm.model.kernels.cuda import VECTOR_BYTES
-from parallm.model.kernels.decode_attention import columns_of
+from parallm.model.kernels.decode_attention import all_columns, columns_of, whole_of
 from parallm.model.kernels.segmented_lora import GroupOutput, GroupWeights, ShrinkOutput, shrink
 from parallm.model.kernels.small_batch_gemm import fits, small_batch_gemm
 from parallm.model.kernels.swiglu import swiglu_of_halves
@@ -173,6 +173,7 @@ class MergedLinear:
     def _all(self, x: mx.array, lora: LoraBinding | None) -> list[mx.array]:
         if isinstance(lora, TrainingLora):
             return self._trained(x, lora)
+        x = whole_of(x)
         weights = lora.of_group(self.targets) if isinstance(lora, SegmentedLora) else None
         y, y_SBTO, hidden = self._product(x, weights)
         if weights is not None and y is not None and isinstance(lora, SegmentedLora) and _is_long(x, lora):
@@ -185,8 +186,9 @@ class MergedLinear:
         output = GroupOutput(y_SBTO, x.dtype, self._widths, shrunk)
         if y is None or shrunk is not None:
             if len(self.targets) == 1:
-                return [FusedAdd(output.split()[0], output.added_to, y_SBTO if shrunk is None else None)]
-            return self._halves(output.split(), output.gated)
+                return [FusedAdd(output.split()[0], output.added_to, y_SBTO, lora=shrunk)]
+            parts = output.split()
+            return self._halves(list(map(all_columns, parts)) if x.shape[1] == 1 else parts, output.gated)
         if len(self.targets) == 1:
             return [FusedAdd(y, partial(operator.add, y), y_SBTO)] if x.shape[1] == 1 else [y]
         # readers of one token a row find their columns; of more tokens each would copy its own

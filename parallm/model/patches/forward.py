@@ -22,6 +22,7 @@ from parallm.model.attention import attention
 from parallm.model.kernels.add_norm import add_norm, fits
 from parallm.model.kernels.cuda import VECTOR_BYTES, has_kernels
 from parallm.model.kernels.gather import take_rows
+from parallm.model.kernels.segmented_lora import ShrinkOutput
 from parallm.model.kernels.swiglu import fused_swiglu
 from parallm.model.logprobs import is_slow, sigmoid
 from parallm.model.quantized import UnpackingEmbedding
@@ -193,12 +194,14 @@ class ResidualSum:
     before_BTH: mx.array
     kernel: AddNorm | None
     """Adds and norms; None: `add_norm`."""
+    lora: ShrinkOutput | None
+    """LoRA of the sublayer's output that is still to be added, by `add_norm`."""
     value_BTH: mx.array | None = None
     """The stream from the kernel of its norm, once that was asked for: whoever adds to the stream reads this one."""
 
     def normed(self, weight_H: mx.array, eps: float) -> mx.array:
         """RMSNorm of the stream, (B, T, H)."""
-        kernel = self.kernel or add_norm
+        kernel = self.kernel or partial(add_norm, lora=self.lora)
         self.value_BTH, normed_BTH = kernel(self.parts_SBTH, self.before_BTH, weight_H, eps)
         return normed_BTH
 
@@ -218,8 +221,9 @@ class FusedAdd(mx.array):
     """`value`, until another array of its shape and type is added to it: then `added_to` of that array.
 
     mlx-lm's layers end with `x + self.mlp(...)`, and one kernel does both: Python asks the operand of the derived class
-    first. With `parts` (S, B, T, H), whose sum is `value`, the norm after that add can be part of the kernel, too. With
-    `kernel` it is that one, `value` is the sum over other processes as well, and the stream may be of a wider type.
+    first. With `parts` (S, B, T, H), whose sum and `lora` make `value`, the norm after that add can be part of the
+    kernel, too. With `kernel` it is that one, `value` is the sum over other processes as well, and the stream may be of
+    a wider type.
     """
 
     def __init__(
@@ -228,11 +232,13 @@ class FusedAdd(mx.array):
         added_to: Callable[[mx.array], mx.array],
         parts: mx.array | None = None,
         kernel: AddNorm | None = None,
+        lora: ShrinkOutput | None = None,
     ) -> None:
         super().__init__(value)
         self._added_to = added_to
         self.parts = parts
         self._kernel = kernel
+        self.lora = lora
 
     def __radd__(self, other: Any) -> mx.array:
         if isinstance(other, mx.array) and other.shape == self.shape and other.dtype == self.dtype:
@@ -242,8 +248,9 @@ class FusedAdd(mx.array):
                 ):
                     other = value
             total = self._added_to(other)
-            if self.parts is not None and (self._kernel or fits(self.parts, other)):
-                set_origin(total, ResidualSum(parts_SBTH=self.parts, before_BTH=other, kernel=self._kernel))
+            parts, kernel = self.parts, self._kernel
+            if parts is not None and (kernel or fits(parts, other, self.lora)):
+                set_origin(total, ResidualSum(parts_SBTH=parts, before_BTH=other, kernel=kernel, lora=self.lora))
             return total
         return super().__radd__(other)
 

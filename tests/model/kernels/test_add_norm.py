@@ -1,10 +1,31 @@
-"""A residual add with its norm: the order of its sums, and on CUDA the bits of MLX's operations."""
+"""A residual add with its norm: the order of its sums, LoRA as the source that runs, on a CPU, and on CUDA the bits of
+MLX's operations."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
-from parallm.model.kernels.add_norm import add_norm, fits, threads_and_chunks
+from parallm.model.kernels import add_norm as module
+from parallm.model.kernels.add_norm import MAX_FACTORS, add_norm, fits, threads_and_chunks
 from parallm.model.kernels.cuda import has_kernels
+from parallm.model.kernels.segmented_lora import ShrinkOutput
+from parallm.model.lora.segmented import order_rows
+from tests.model.kernels.cuda_on_cpu import CpuKernels, needs_compiler
+from tests.model.lora.test_segmented import Versions, random_versions
+
+EPS = 1e-5
+MUTANTS = {
+    "rows without an adapter get one": ("version >= 0 && r < K", "r < K"),
+    "the first version for all rows": ("* versions + version) * K", "* versions) * K"),
+    "rows in their own order": ("SORTED ? order[2 * blockIdx.x] : blockIdx.x", "blockIdx.x"),
+    "the first part of a sum": ("p < num_parts", "p < 1"),
+    "another group's B": ("+ starts[1]", "+ starts[0]"),
+    "a few rows of B": ("r += AT_ONCE", "r += 2 * AT_ONCE"),
+}
 
 
 @pytest.mark.parametrize(
@@ -44,3 +65,86 @@ def test_the_kernel_gives_the_bits_of_an_add_and_a_norm(rows: int, splits: int, 
     equal = (normed_B1H == expected_B1H).mean().item()
     assert equal > 0.999
     assert difference <= 0.04
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """Rows that use versions of one target's LoRA, after A."""
+
+    parts_SB1H: mx.array
+    stream_B1H: mx.array
+    weight_H: mx.array
+    lora: ShrinkOutput
+    versions: Versions
+    index: list[int]
+    """The version of each row, -1 for none."""
+
+
+def random_rows(index: list[int], *, size: int, rank: int, splits: int, versions: int) -> Rows:
+    mx.random.seed(size + rank)
+    made, half = random_versions(64, [size], [rank], versions, mx.float16), mx.float16
+    hidden_PBTK = mx.random.normal((3, len(index), 1, versions * rank))
+    parts_SB1H = mx.random.normal((splits, len(index), 1, size)).astype(half if splits == 1 else mx.float32)
+    stream_B1H, weight_H = mx.random.normal((len(index), 1, size)), mx.random.normal((size,))
+    return Rows(
+        parts_SB1H=parts_SB1H,
+        stream_B1H=stream_B1H.astype(half),
+        weight_H=weight_H.astype(half),
+        lora=ShrinkOutput(weights=made.weights, order_B2=order_rows(index, versions), hidden_PBTK=hidden_PBTK),
+        versions=made,
+        index=index,
+    )
+
+
+def expected_sums(rows: Rows) -> np.ndarray:
+    """(B, 1, H) in float32."""
+    total_B1H = np.array(rows.parts_SB1H, np.float32).sum(0) + np.array(rows.stream_B1H, np.float32)
+    hidden_BVK = np.array(rows.lora.hidden_PBTK.sum(0)).reshape(len(rows.index), len(rows.versions.b_RO), -1)
+    for row, version in enumerate(rows.index):
+        if version >= 0:
+            total_B1H[row] += hidden_BVK[row, version] @ np.array(rows.versions.b_RO[version][0], np.float32)
+    return total_B1H
+
+
+def agrees(rows: Rows) -> bool:
+    given = rows.parts_SB1H, rows.stream_B1H, rows.weight_H, EPS
+    sums_B1H, normed_B1H = (np.array(array, np.float32) for array in add_norm(*given, lora=rows.lora))
+    scale_B11 = 1 / np.sqrt(np.square(sums_B1H).mean(-1, keepdims=True) + EPS)
+    wanted_B1H = np.array(rows.weight_H, np.float32) * sums_B1H * scale_B11
+    are_sums_right = np.allclose(sums_B1H, expected_sums(rows), rtol=4e-3, atol=4e-3)
+    return are_sums_right and np.allclose(normed_B1H, wanted_B1H, rtol=4e-3, atol=4e-3)
+
+
+@pytest.fixture
+def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CpuKernels:
+    made = CpuKernels(tmp_path)
+    monkeypatch.setattr(module, "kernel", made)
+    return made
+
+
+CASES: dict[str, Callable[[], Rows]] = {
+    "one version": lambda: random_rows([0, 0, -1, 0], size=896, rank=16, splits=2, versions=1),
+    "three versions": lambda: random_rows([2, 0, -1, 1, 2], size=64, rank=24, splits=1, versions=3),
+    "a rank of one round": lambda: random_rows([1, 0], size=1536, rank=8, splits=4, versions=2),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("case", CASES)
+def test_lora_is_part_of_the_sum(case: str, kernels: CpuKernels) -> None:
+    assert agrees(CASES[case]())
+
+
+@needs_compiler
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_what_forgets_a_part_of_lora_is_found(mutant: str, kernels: CpuKernels) -> None:
+    kernels.mutation = ("add_norm", *MUTANTS[mutant])
+    assert not agrees(random_rows([2, 0, -1, 1, 2], size=64, rank=24, splits=1, versions=3))
+
+
+def test_a_block_reads_only_a_small_b(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "has_kernels", lambda: True)
+    for rank, is_small in ((MAX_FACTORS // 4096, True), (2 * MAX_FACTORS // 4096, False)):
+        rows = random_rows([0], size=4096, rank=rank, splits=1, versions=1)
+        assert fits(rows.parts_SB1H, rows.stream_B1H, rows.lora) == is_small
+        assert fits(rows.parts_SB1H, rows.stream_B1H)

@@ -40,7 +40,15 @@ from parallm.model.kernels import (
     unit_lower_inverse,
 )
 from parallm.model.kernels.compiler import CompileError, Defines, compile_log, source_of
-from parallm.model.kernels.decode_attention import Columns, RotaryAngles, append_and_attend, columns_of
+from parallm.model.kernels.decode_attention import (
+    Columns,
+    RotaryAngles,
+    all_columns,
+    append_and_attend,
+    columns_of,
+    heads_of,
+    whole_of,
+)
 from parallm.model.kernels.flash_attention import PackedSequences, attend_pages, page_tiles
 from parallm.model.kernels.gather import take_in_groups, take_known_rows, take_rows
 from parallm.model.kernels.grouped_gemm import grouped_gemm, grouped_gemm_plus, list_tiles
@@ -236,11 +244,15 @@ def prefill(dtype: mx.Dtype, rotation: Rotation | None = None) -> None:
     attend_pages(turned, pool, pool, mx.array([1, 2, 3], mx.int32), tiles, scale=0.125)
 
 
-def normalize(dtype: mx.Dtype, *, size: int, splits: int) -> None:
+def normalize(dtype: mx.Dtype, *, size: int, splits: int, versions: int = 0) -> None:
     half = mx.bfloat16 if dtype == mx.float32 else dtype
     parts, stream = mx.zeros((splits, 5, 1, size), half if splits == 1 else mx.float32), mx.zeros((5, 1, size), half)
-    assert add_norm.fits(parts, stream)
-    add_norm.add_norm(parts, stream, mx.ones(size, half), 1e-5)
+    lora = None
+    if versions:
+        weights, order = random_versions(64, [size], [16], versions, half).weights, order_rows([0] * 5, versions)
+        lora = ShrinkOutput(weights=weights, order_B2=order, hidden_PBTK=mx.zeros((2, 5, 1, versions * 16)))
+    assert add_norm.fits(parts, stream, lora)
+    add_norm.add_norm(parts, stream, mx.ones(size, half), 1e-5, lora=lora)
 
 
 def convolve(dtype: mx.Dtype, *, channels: int, has_bias: bool) -> None:
@@ -451,6 +463,8 @@ FACES: dict[str, Face] = {
     "add and normalize": lambda dtype: normalize(dtype, size=4096, splits=1),
     "add parts and normalize": lambda dtype: normalize(dtype, size=896, splits=4),
     "add and normalize, many chunks": lambda dtype: normalize(dtype, size=8192, splits=2),
+    "add parts and LoRA and normalize": lambda dtype: normalize(dtype, size=4096, splits=4, versions=1),
+    "add and normalize, LoRA of versions": lambda dtype: normalize(dtype, size=8192, splits=1, versions=2),
     "convolve": lambda dtype: convolve(dtype, channels=6144, has_bias=False),
     "convolve, biased": lambda dtype: convolve(dtype, channels=48, has_bias=True),
     "convolve tokens": lambda dtype: convolve_tokens(dtype, has_bias=False),
@@ -655,3 +669,18 @@ def test_arrays_of_their_own_are_found_where_they_are() -> None:
 def test_what_is_no_longer_columns_is_an_array_of_its_own(change: Callable[[mx.array], mx.array]) -> None:
     part, _ = columns_of(mx.arange(5 * 512).reshape(5, 1, 512), [256, 256])
     assert not isinstance(change(part), Columns)
+
+
+def test_what_a_kernel_wrote_is_read_by_the_next_one_without_a_view() -> None:
+    whole = mx.arange(5 * 256).reshape(5, 1, 256)
+    heads = heads_of(whole, 4)
+    assert heads.shape == (5, 4, 1, 64)
+    joined = heads.transpose(0, 2, 1, 3).reshape(5, 1, -1)
+    assert mx.array_equal(joined, whole).item()
+    assert whole_of(joined) is whole
+    assert decode_attention.place_of(all_columns(whole).reshape(5, 1, 4, 64).transpose(0, 2, 1, 3)).whole is whole
+
+
+@pytest.mark.parametrize("x", [columns_of(mx.zeros((5, 1, 512)), [256, 256])[0], heads_of(mx.zeros((5, 1, 256)), 4)])
+def test_a_part_or_another_shape_is_no_whole(x: mx.array) -> None:
+    assert whole_of(x) is x

@@ -8,8 +8,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
+from parallm.model.kernels.segmented_lora import ShrinkOutput
 from parallm.model.patches import forward
 from parallm.model.patches.forward import FusedAdd, FusedNorm, origin_of, set_origin
+from tests.model.lora.test_segmented import random_versions
 
 
 def test_an_array_is_known_by_itself_and_not_by_what_it_holds() -> None:
@@ -53,32 +55,48 @@ def test_it_is_an_array_to_all_else() -> None:
     assert compiled(mx.array([1.0, 2.0])).tolist() == [100.0, 200.0]
 
 
-def layers(stream_BTH: mx.array, parts: list[mx.array], norm: nn.RMSNorm, *, is_fused: bool) -> list[mx.array]:
+def layers(
+    stream_BTH: mx.array,
+    parts: list[mx.array],
+    norm: nn.RMSNorm,
+    *,
+    is_fused: bool,
+    lora: ShrinkOutput | None = None,
+) -> list[mx.array]:
     """Norms of a stream to which sublayers add; with `is_fused`, their outputs come in parts."""
     normed = [norm(stream_BTH)]
     for parts_SBTH in parts:
         value = parts_SBTH.sum(axis=0).astype(stream_BTH.dtype)
-        output = FusedAdd(value, partial(operator.add, value), parts_SBTH) if is_fused else value
+        output = FusedAdd(value, partial(operator.add, value), parts_SBTH, lora=lora) if is_fused else value
         stream_BTH = stream_BTH + output
         normed.append(norm(stream_BTH))
     return [*normed, stream_BTH]
 
 
+@pytest.mark.parametrize("has_lora", [False, True])
 @pytest.mark.parametrize("num_tokens", [1, 2])
-def test_a_residual_add_and_its_norm_are_one_kernel(num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_residual_add_and_its_norm_are_one_kernel(
+    num_tokens: int, has_lora: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = random_versions(8, [8], [8], 1, mx.float32).weights
+    shrunk = ShrinkOutput(weights=weights, order_B2=mx.zeros((3, 2)), hidden_PBTK=mx.zeros((1, 3, 1, 8)))
+    given = shrunk if has_lora else None
     launched: list[tuple[mx.array, mx.array]] = []
 
-    def add_norm(parts_SBTH: mx.array, stream_BTH: mx.array, weight_H: mx.array, eps: float) -> tuple[mx.array, ...]:
+    def add_norm(
+        parts_SBTH: mx.array, stream_BTH: mx.array, weight_H: mx.array, eps: float, *, lora: ShrinkOutput | None
+    ) -> tuple[mx.array, ...]:
+        assert lora is given
         total_BTH = stream_BTH + parts_SBTH.sum(axis=0)
         launched.append((stream_BTH, total_BTH))
         return total_BTH, mx.fast.rms_norm(total_BTH, weight_H, eps)
 
     monkeypatch.setattr(forward, "add_norm", add_norm)
-    monkeypatch.setattr(forward, "fits", lambda parts, stream: stream.shape[1] == 1)
+    monkeypatch.setattr(forward, "fits", lambda parts, stream, lora: stream.shape[1] == 1)
     norm = FusedNorm(8)
     norm.weight = mx.random.normal((8,))
     stream_BTH, parts = mx.random.normal((3, num_tokens, 8)), [mx.random.normal((2, 3, num_tokens, 8))] * 3
-    found, expected = (layers(stream_BTH, parts, norm, is_fused=is_fused) for is_fused in (True, False))
+    found, expected = (layers(stream_BTH, parts, norm, is_fused=is_fused, lora=given) for is_fused in (True, False))
     assert all(mx.allclose(*pair, atol=1e-5) for pair in zip(found, expected, strict=True))
     assert len(launched) == (3 if num_tokens == 1 else 0)
     for (_, total), (before, _) in itertools.pairwise(launched):
