@@ -1,5 +1,6 @@
 """The lists of kernels hold what an engine and a learner launch; in a process that believes it has a Hopper GPU."""
 
+import io
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,8 @@ from parallm.device.streams import DeviceStreams
 from parallm.engine import flat_prefill
 from parallm.engine.engine import Engine
 from parallm.engine.kernel_list import engine_kernels
-from parallm.engine.kv.paged_cache import PagedCache
+from parallm.engine.kv.attention_metadata import AttentionMetadata
+from parallm.engine.kv.paged_cache import PagedCache, make_pools
 from parallm.engine.paged_memory import PagedMemory
 from parallm.engine.settings import EngineSettings
 from parallm.learner.kernel_list import learner_kernels, packed_kernels
@@ -24,8 +26,12 @@ from parallm.model.adapters.table import AdapterTable
 from parallm.model.chat.tokenizer import ChatTokenizer
 from parallm.model.kernels import cuda
 from parallm.model.kernels.all_sum import PeerMemory
+from parallm.model.kernels.columns import memory_of
 from parallm.model.kernels.compiler import Defines, Specialization
+from parallm.model.kernels.page_write import PAGE
 from parallm.model.load import NANO, share_model
+from parallm.model.lora.segmented import SegmentedLora
+from parallm.model.lora.selector import LoraSelector
 from parallm.model.patches.forward import QuantizedRowEmbedding
 from parallm.model.quantized import UnpackingEmbedding
 from parallm.model.settings import ModelSettings
@@ -109,6 +115,48 @@ def test_an_engine_launches_what_is_listed(
     }
     assert [kernel for kernel in launched if kernel not in listed] == []
     assert len(launched) > 15, "a list of a few kernels would not do"
+
+
+def operations(rows: int, *, layers: int, adapter: Callable[..., Adapter] | None) -> int:
+    """The nodes that MLX walks for a step over pages."""
+    shape = SHAPE | {"num_hidden_layers": layers}
+    model = share_model(Model(ModelArgs.from_dict(shape)), shape, ChatTokenizer(load_tokenizer(NANO)), ModelSettings())
+    lora = None if adapter is None else LoraSelector(model).select([adapter(model, 1, rank=8)] * rows)
+    metadata, lengths_B, tables_BN = AttentionMetadata(), mx.zeros(rows, mx.int32), mx.zeros((rows, 4), mx.int32)
+    metadata.set_traced(lengths_B, tables_BN, num_positions=4 * PAGE)
+    pools = make_pools(model, 1)
+    mx.eval(model.base.parameters(), lengths_B, tables_BN, pools)
+    if isinstance(lora, SegmentedLora):
+        mx.eval(lora.arrays())
+    hidden = model.hidden(lengths_B[:, None], [PagedCache(metadata, pool) for pool in pools], lora)
+    graph = io.StringIO()
+    mx.export_to_dot(graph, hidden)
+    return graph.getvalue().count("label =")
+
+
+@pytest.mark.parametrize(
+    ("rows", "has_lora", "expected"),
+    [(30, False, 7), (30, True, 9), (200, False, 8), (200, True, 13)],
+    ids=["few rows", "few rows with LoRA", "many rows", "many rows with LoRA"],
+)
+def test_a_layer_of_a_step_is_kernels_and_products_without_views(
+    rows: int,
+    has_lora: bool,
+    expected: int,
+    launched: dict[Specialization, None],
+    random_adapter: Callable[..., Adapter],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A step of a small model waits for the host, which takes as long for two views as for a launch."""
+
+    def launch(_: cuda.Kernel, inputs: list[mx.array], *__: Any, **sizes: Any) -> list[mx.array]:
+        zeros = [mx.zeros(*output) for output in zip(sizes["output_shapes"], sizes["output_dtypes"], strict=True)]
+        mx.eval(zeros)
+        return mx.depends(zeros, list(map(memory_of, inputs)))
+
+    monkeypatch.setattr(cuda.Kernel, "__call__", launch)
+    adapter = random_adapter if has_lora else None
+    assert operations(rows, layers=3, adapter=adapter) - operations(rows, layers=2, adapter=adapter) == expected
 
 
 @pytest.mark.parametrize("versions", [0, 1])

@@ -10,6 +10,7 @@ Axes: B rows, T tokens, H hidden, S parts of a sum.
 
 import mlx.core as mx
 
+from parallm.model.kernels.columns import shaped
 from parallm.model.kernels.cuda import VECTOR_BYTES, has_kernels, kernel
 from parallm.model.kernels.segmented_lora import ShrinkOutput
 
@@ -56,15 +57,15 @@ def add_norm(
         ("SORTED", lora is not None and lora.weights.is_sorted),
         ("K", sum(lora.weights.layout.ranks) if lora else 0),
     )
-    sums_BTH, normed_BTH = kernel("add_norm", defines)(
+    sums_BTH, normed_BH = kernel("add_norm", defines)(
         inputs,
         [float(eps), *sizes],
         grid=(sizes[0] * threads, 1, 1),
         threadgroup=(threads, 1, 1),
-        output_shapes=[stream_BTH.shape] * 2,
+        output_shapes=[stream_BTH.shape, (sizes[0], size)],
         output_dtypes=[stream_BTH.dtype] * 2,
     )
-    return sums_BTH, normed_BTH
+    return sums_BTH, shaped(normed_BH, stream_BTH.shape)
 
 
 def threads_and_chunks(size: int, dtype: mx.Dtype) -> tuple[int, int]:

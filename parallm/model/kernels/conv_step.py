@@ -9,8 +9,8 @@ Axes: B rows, C channels, K width of the convolution.
 
 import mlx.core as mx
 
+from parallm.model.kernels.columns import place_of
 from parallm.model.kernels.cuda import VECTOR_BYTES, kernel
-from parallm.model.kernels.decode_attention import place_of
 from parallm.model.kernels.recurrent import has_kernels
 
 DTYPES = (mx.bfloat16, mx.float16, mx.float32)

@@ -15,6 +15,7 @@ from functools import cache, lru_cache
 
 import mlx.core as mx
 
+from parallm.model.kernels.columns import memory_of
 from parallm.model.kernels.compiler import CompileError, Defines, NoCompiler, Specialization, cubin
 from parallm.model.kernels.module_cache import put_module
 
@@ -94,13 +95,14 @@ class Kernel:
         output_shapes: Sequence[tuple[int, ...]],
         output_dtypes: Sequence[mx.Dtype],
     ) -> list[mx.array]:
-        """The outputs, lazily. `grid` counts threads; scalars are bool, int32 or float32."""
+        """The outputs, lazily. `grid` counts threads; scalars are bool, int32 or float32. The kernel reads inputs
+        where they are (`columns.py`)."""
         if self.code is None:
             return [mx.zeros(shape, dtype) for shape, dtype in zip(output_shapes, output_dtypes, strict=True)]
         outputs: list[mx.array] = mx.fast.precompiled_cuda_kernel(
             name=self.name,
             compiled_source=self.code,
-            inputs=inputs,
+            inputs=list(map(memory_of, inputs)),
             output_shapes=output_shapes,
             output_dtypes=output_dtypes,
             scalars=[_float32(scalar) if isinstance(scalar, float) else scalar for scalar in scalars],

@@ -14,12 +14,11 @@ P parts.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import mlx.core as mx
 
+from parallm.model.kernels.columns import place_of, shaped
 from parallm.model.kernels.cuda import VECTOR_BYTES, has_kernels, kernel
 
 THREADS = 128  # of a block
@@ -40,52 +39,6 @@ class RotaryAngles:
     """Cosine and sine for each pair of values of a row's heads, float32 (B, pairs, 2)."""
     traditional: bool
     """Pairs are neighbours, or else values that are as far apart as there are pairs."""
-
-
-class Columns(mx.array):
-    """Some columns of `whole` (B, 1, W), from `start` on; also when they have been cut into heads, (B, X, 1, D), or
-    joined again.
-
-    A decode step's queries, keys and values are parts of one product. MLX does not tell strides before it computes, so
-    a kernel reads `whole`, and the columns themselves are never made. Where they are all of `whole`, the views between
-    two kernels are never made: a step of a small model waits for the host, which takes 5 microseconds for each.
-    """
-
-    def __init__(self, value: mx.array, whole: mx.array, start: int) -> None:
-        super().__init__(value)
-        self.whole, self.start = whole, start
-
-    def reshape(self, *shape: Any, **options: Any) -> mx.array:
-        reshaped = super().reshape(*shape, **options)
-        return self._same(reshaped) if reshaped.shape[:1] == self.whole.shape[:1] else reshaped
-
-    def transpose(self, *axes: Any, **options: Any) -> mx.array:
-        transposed = super().transpose(*axes, **options)
-        return self._same(transposed) if axes == (0, 2, 1, 3) and 1 in self.shape[1:3] else transposed
-
-    def _same(self, value: mx.array) -> "Columns":
-        return Columns(value, self.whole, self.start)
-
-
-def columns_of(whole_B1W: mx.array, widths: Sequence[int]) -> list[Columns]:
-    """Parts of these widths beside each other."""
-    starts = [sum(widths[:index]) for index in range(len(widths))]
-    parts = mx.split(whole_B1W, starts[1:], axis=-1)
-    return [Columns(part, whole_B1W, start) for part, start in zip(parts, starts, strict=True)]
-
-
-def all_columns(whole_B1W: mx.array) -> Columns:
-    return Columns(whole_B1W, whole_B1W, 0)
-
-
-def heads_of(whole_B1W: mx.array, num_heads: int) -> mx.array:
-    """Heads (B, X, 1, D) that a kernel wrote beside each other."""
-    return all_columns(whole_B1W).reshape(whole_B1W.shape[0], num_heads, 1, -1)
-
-
-def whole_of(x: mx.array) -> mx.array:
-    """`x` itself, or the array that it is a view of, where both have one shape."""
-    return x.whole if isinstance(x, Columns) and x.shape == x.whole.shape else x
 
 
 def fits(queries_BQTD: mx.array, keys_SHLD: mx.array, values_SHLD: mx.array) -> bool:
@@ -144,7 +97,7 @@ def append_and_attend(
         ("PARTS", parts > 1),
         ("PART_UNIT", PART_UNIT),
     )
-    shape = (rows, 1, query_heads * size)
+    shape = (rows, query_heads * size)
     attended = kernel("decode_attention", defines)(
         [*(place.whole for place in columns), keys_SHLD, values_SHLD, slots_B, lengths_B, angles],
         [positions, window, scale * math.log2(math.e), *(n for place in columns for n in (place.start, place.pitch))],
@@ -164,7 +117,7 @@ def append_and_attend(
             output_shapes=[shape],
             output_dtypes=[dtype],
         )
-    return heads_of(attended[0], query_heads)
+    return shaped(attended[0], (rows, query_heads, 1, size))
 
 
 def lanes_of(size: int, dtype: mx.Dtype) -> int:
@@ -182,19 +135,3 @@ def num_parts(blocks: int, positions: int) -> int:
     """Blocks that share a row where there are `blocks` without sharing."""
     needed = max(-(-TARGET_BLOCKS // blocks), -(-positions // MAX_PART))
     return max(1, min(needed, positions // MIN_PART))
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Place of rows of values, such as heads (B, X, 1, D), in `whole`: values before the first row, and from row to
-    row."""
-
-    whole: mx.array
-    start: int
-    pitch: int
-
-
-def place_of(rows_BX: mx.array) -> Place:
-    if isinstance(rows_BX, Columns):
-        return Place(rows_BX.whole, rows_BX.start, rows_BX.whole.shape[-1])
-    return Place(rows_BX, 0, rows_BX.size // rows_BX.shape[0])

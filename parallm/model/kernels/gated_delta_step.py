@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from parallm.model.kernels.columns import Place, place_of
 from parallm.model.kernels.cuda import kernel
-from parallm.model.kernels.decode_attention import Place, place_of
 from parallm.model.kernels.recurrent import has_kernels
 
 THREADS = 256  # of a block, and the most values of a head

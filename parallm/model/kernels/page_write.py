@@ -11,8 +11,9 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
+from parallm.model.kernels.columns import place_of
 from parallm.model.kernels.cuda import VECTOR_BYTES, kernel
-from parallm.model.kernels.decode_attention import RotaryAngles, place_of
+from parallm.model.kernels.decode_attention import RotaryAngles
 
 PAGE = 64
 """Positions of a page."""

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from parallm.model.kernels.columns import place_of, shaped
 from parallm.model.kernels.cuda import VECTOR_BYTES, has_kernels, kernel
-from parallm.model.kernels.decode_attention import RotaryAngles, heads_of, place_of
+from parallm.model.kernels.decode_attention import RotaryAngles
 from parallm.model.kernels.page_write import PAGE
 
 WARPS = 4  # of a block: each has 16 positions of a page
@@ -125,15 +126,15 @@ def append_and_attend(
     inputs = [*(place.whole for place in columns), keys_PHTD, values_PHTD, plan.pages_SX4, plan.counts]
     inputs += [rotary.angles if rotary else plan.counts, *([] if sinks_Q is None else [sinks_Q])]
     parts = (2 * shares, query_heads)
-    attended_B1W, *_ = kernel("paged_attention", defines, shared_memory=shared_bytes(size, tile, dims))(
+    attended_BW, *_ = kernel("paged_attention", defines, shared_memory=shared_bytes(size, tile, dims))(
         inputs,
         [stride, plan.window, scale * math.log2(math.e), *numbers],
         grid=(shares * heads * (repeats // tile) * 32 * WARPS, 1, 1),
         threadgroup=(32 * WARPS, 1, 1),
-        output_shapes=[(rows, 1, query_heads * size), (*parts, size), (*parts, 2)],
+        output_shapes=[(rows, query_heads * size), (*parts, size), (*parts, 2)],
         output_dtypes=[dtype, mx.float32, mx.float32],
     )
-    return heads_of(attended_B1W, query_heads)
+    return shaped(attended_BW, (rows, query_heads, 1, size))
 
 
 def queries_at_once(repeats: int, head_size: int) -> int:

@@ -17,6 +17,7 @@ from functools import cache
 
 import mlx.core as mx
 
+from parallm.model.kernels.columns import memory_of, shaped
 from parallm.model.kernels.cuda import MIN_ON_DEVICE, VECTOR_BYTES, has_kernels, kernel
 
 Targets = tuple[str, ...]
@@ -126,9 +127,10 @@ class GroupOutput:
         return self._expand(self._widths[:1], threads, is_gated=True)[0]
 
     def added_to(self, other: mx.array) -> mx.array:
-        """The sum of a group's only output and `other` (B, T, O) of its type, rounded once."""
+        """The sum of a group's only output and `other` (B, T, O) of its type, rounded once. A plain array, which lets
+        what is added to it decide how."""
         threads = self._widths[0] * self._dtype.size // VECTOR_BYTES
-        return self._expand(self._widths, threads, other)[0]
+        return memory_of(self._expand(self._widths, threads, other)[0]).reshape(other.shape)
 
     def _expand(
         self, widths: Sequence[int], threads: int, other: mx.array | None = None, *, is_gated: bool = False
@@ -159,14 +161,15 @@ class GroupOutput:
             ("TOTAL", sum(self._widths)),
             ("THREADS", EXPAND_THREADS),
         )
-        return kernel("expand", defines)(
+        outputs = kernel("expand", defines)(
             inputs,
             sizes,
             grid=(-(-threads // EXPAND_THREADS) * EXPAND_THREADS, -(-num_rows // tile), 1),
             threadgroup=(EXPAND_THREADS, 1, 1),
-            output_shapes=[(*rows, width) for width in widths],
+            output_shapes=[(num_rows, width) for width in widths],
             output_dtypes=[self._dtype] * len(widths),
         )
+        return [shaped(output, (*rows, width)) for output, width in zip(outputs, widths, strict=True)]
 
 
 def shrink(x_BTI: mx.array, weights: GroupWeights, order_B2: mx.array) -> mx.array:

@@ -11,6 +11,7 @@ import mlx.core as mx
 
 from parallm.model.kernels import add_norm, all_sum
 from parallm.model.kernels.all_sum import WARP, PeerMemory
+from parallm.model.kernels.columns import shaped
 from parallm.model.kernels.cuda import VECTOR_BYTES, kernel
 
 MAX_THREADS = 1024  # of a block, which has a row
@@ -44,12 +45,12 @@ def sum_add_norm(
         *all_sum.defines_of(peers),
     )
     num_rows = rows[0] * rows[1]
-    sums_BTH, normed_BTH = kernel("sum_add_norm", defines)(
+    sums_BTH, normed_BH = kernel("sum_add_norm", defines)(
         [parts_SBTH, stream_BTH.astype(mx.float32), weight_H, peers.addresses],
         [float(eps), num_rows],
         grid=(num_rows * threads, 1, 1),
         threadgroup=(threads, 1, 1),
-        output_shapes=[stream_BTH.shape] * 2,
+        output_shapes=[stream_BTH.shape, (num_rows, size)],
         output_dtypes=[mx.float32, weight_H.dtype],
     )
-    return sums_BTH, normed_BTH
+    return sums_BTH, shaped(normed_BH, stream_BTH.shape)

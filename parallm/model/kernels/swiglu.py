@@ -9,6 +9,7 @@ import math
 
 import mlx.core as mx
 
+from parallm.model.kernels.columns import shaped
 from parallm.model.kernels.cuda import VECTOR_BYTES, kernel
 
 THREADS = 256  # of a block
@@ -24,8 +25,10 @@ def swiglu_of_halves(joined: mx.array, *, has_gradient: bool = True) -> mx.array
     """SwiGLU (..., W) of the first and second half of an array (..., 2 W), whose halves are whole vectors. A function
     with a gradient is four more nodes of the graph, which a step's host walks."""
     if not has_gradient:
-        return _run("swiglu", [joined], [(*joined.shape[:-1], joined.shape[-1] // 2)], halves=True)[0]
-    product_NW: mx.array = _of_halves(joined.reshape(-1, joined.shape[-1]))
+        width = joined.shape[-1]
+        (product_NW,) = _run("swiglu", [joined], [(joined.size // width, width // 2)], halves=True)
+        return shaped(product_NW, (*joined.shape[:-1], width // 2))
+    product_NW = _of_halves(joined.reshape(-1, joined.shape[-1]))
     return product_NW.reshape(*joined.shape[:-1], -1)
 
 

@@ -18,8 +18,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from parallm.model.kernels import quantized_gemm
+from parallm.model.kernels.columns import columns_of, rows_of, shaped
 from parallm.model.kernels.cuda import VECTOR_BYTES
-from parallm.model.kernels.decode_attention import all_columns, columns_of, whole_of
 from parallm.model.kernels.segmented_lora import GroupOutput, GroupWeights, ShrinkOutput, shrink
 from parallm.model.kernels.small_batch_gemm import fits, small_batch_gemm
 from parallm.model.kernels.swiglu import swiglu_of_halves
@@ -123,6 +123,8 @@ class MergedLinear:
         self._cuts = [sum(self._widths[:count]) for count in range(1, len(layers))]
         self._joined = joined
         self._linears = [layer.linear for layer in layers]
+        self._weight_IO = joined.weight.T if type(joined) is nn.Linear else None
+        mx.eval(self._weight_IO)  # a view that no step has to make
         self.whole: Callable[[mx.array], mx.array] | None = None
         """Makes the output of all ranks of a divided base from that of this one; callers of the layer call it."""
         self._is_gated = False  # whether SwiGLU of the outputs was asked for once, as it then always will be
@@ -173,7 +175,6 @@ class MergedLinear:
     def _all(self, x: mx.array, lora: LoraBinding | None) -> list[mx.array]:
         if isinstance(lora, TrainingLora):
             return self._trained(x, lora)
-        x = whole_of(x)
         weights = lora.of_group(self.targets) if isinstance(lora, SegmentedLora) else None
         y, y_SBTO, hidden = self._product(x, weights)
         if weights is not None and y is not None and isinstance(lora, SegmentedLora) and _is_long(x, lora):
@@ -187,8 +188,7 @@ class MergedLinear:
         if y is None or shrunk is not None:
             if len(self.targets) == 1:
                 return [FusedAdd(output.split()[0], output.added_to, y_SBTO, lora=shrunk)]
-            parts = output.split()
-            return self._halves(list(map(all_columns, parts)) if x.shape[1] == 1 else parts, output.gated)
+            return self._halves(output.split(), output.gated)
         if len(self.targets) == 1:
             return [FusedAdd(y, partial(operator.add, y), y_SBTO)] if x.shape[1] == 1 else [y]
         # readers of one token a row find their columns; of more tokens each would copy its own
@@ -199,9 +199,11 @@ class MergedLinear:
         """SwiGLU of the base's outputs `y`, for few rows in the product itself. Nothing is differentiated: what trains
         takes `_trained`."""
         if fits(x, self._joined):
-            return mx.squeeze(small_batch_gemm(x, self._joined, None, is_whole=True, is_gated=True)[0], 0)
+            product_1BTO, _ = small_batch_gemm(x, self._joined, None, is_whole=True, is_gated=True)
+            return shaped(product_1BTO, product_1BTO.shape[1:])
         if quantized_gemm.fits(x, self._joined):
-            return mx.squeeze(quantized_gemm.quantized_gemm(x, self._joined, is_whole=True, is_gated=True), 0)
+            product_1BTO = quantized_gemm.quantized_gemm(x, self._joined, is_whole=True, is_gated=True)
+            return shaped(product_1BTO, product_1BTO.shape[1:])
         return swiglu_of_halves(y, has_gradient=False)
 
     def _product(self, x: mx.array, weights: GroupWeights | None) -> tuple[mx.array | None, mx.array, mx.array | None]:
@@ -212,10 +214,17 @@ class MergedLinear:
             y_SBTO, hidden = small_batch_gemm(x, self._joined, weights, is_whole=is_whole)
         elif quantized_gemm.fits(x, self._joined):
             y_SBTO = quantized_gemm.quantized_gemm(x, self._joined, is_whole=is_whole)
+        elif self._weight_IO is not None:
+            y_NO = self._plain_product(rows_of(x), self._weight_IO)
+            return shaped(y_NO, (*x.shape[:-1], -1)), shaped(y_NO, (1, *x.shape[:-1], -1)), None
         else:
             y = self._joined(x)
             return y, y[None], None
-        return mx.squeeze(y_SBTO, 0) if y_SBTO.shape[0] == 1 else None, y_SBTO, hidden
+        return shaped(y_SBTO, y_SBTO.shape[1:]) if y_SBTO.shape[0] == 1 else None, y_SBTO, hidden
+
+    def _plain_product(self, x_NI: mx.array, weight_IO: mx.array) -> mx.array:
+        """`nn.Linear` without its views."""
+        return mx.addmm(self._joined.bias, x_NI, weight_IO) if "bias" in self._joined else x_NI @ weight_IO
 
     def _trained(self, x: mx.array, lora: TrainingLora) -> list[mx.array]:
         if not self._is_gated:  # a reader of the parts alone would have to copy them

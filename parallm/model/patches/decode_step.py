@@ -23,8 +23,8 @@ from parallm.model.kernels import conv_step as conv_kernel
 from parallm.model.kernels import delta_inputs as inputs_kernel
 from parallm.model.kernels import gated_delta_step as delta_kernel
 from parallm.model.kernels import gated_norm as norm_kernel
+from parallm.model.kernels.columns import columns_of
 from parallm.model.kernels.conv_step import conv_step
-from parallm.model.kernels.decode_attention import columns_of
 from parallm.model.kernels.delta_inputs import DeltaLayer, delta_inputs
 from parallm.model.kernels.gated_delta_step import Gates, OutputNorm, UnitNorm, gated_delta_step
 from parallm.model.kernels.gated_norm import gated_norm

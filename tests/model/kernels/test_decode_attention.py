@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 from mlx_lm.models.rope_utils import Llama3RoPE
 
+from parallm.model.kernels.columns import Columns, columns_of
 from parallm.model.kernels.cuda import on_cuda
 from parallm.model.kernels.decode_attention import (
-    Columns,
     RotaryAngles,
     append_and_attend,
-    columns_of,
     fits,
     lanes_of,
     num_parts,

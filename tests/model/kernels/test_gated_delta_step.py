@@ -19,9 +19,9 @@ from mlx_lm.models.qwen3_next import ModelArgs, Qwen3NextGatedDeltaNet
 from parallm.model.kernels import conv_step as conv_module
 from parallm.model.kernels import gated_delta_step as delta_module
 from parallm.model.kernels import gated_norm as norm_module
+from parallm.model.kernels.columns import columns_of
 from parallm.model.kernels.conv_step import conv_step
 from parallm.model.kernels.cuda import on_cuda
-from parallm.model.kernels.decode_attention import columns_of
 from parallm.model.kernels.gated_delta_step import Gates, OutputNorm, gated_delta_step, lanes_of
 from parallm.model.kernels.gated_norm import gated_norm, plain_gated_norm
 from parallm.model.patches import decode_step, recurrence

@@ -39,16 +39,9 @@ from parallm.model.kernels import (
     token_scores,
     unit_lower_inverse,
 )
+from parallm.model.kernels.columns import Columns, columns_of, memory_of, place_of, rows_of, shaped
 from parallm.model.kernels.compiler import CompileError, Defines, compile_log, source_of
-from parallm.model.kernels.decode_attention import (
-    Columns,
-    RotaryAngles,
-    all_columns,
-    append_and_attend,
-    columns_of,
-    heads_of,
-    whole_of,
-)
+from parallm.model.kernels.decode_attention import RotaryAngles, append_and_attend
 from parallm.model.kernels.flash_attention import PackedSequences, attend_pages, page_tiles
 from parallm.model.kernels.gather import take_in_groups, take_known_rows, take_rows
 from parallm.model.kernels.grouped_gemm import grouped_gemm, grouped_gemm_plus, list_tiles
@@ -632,7 +625,7 @@ def test_what_does_not_compile_is_told() -> None:
 
 def addressed(heads_BX1D: mx.array) -> mx.array:
     """The heads as the kernel finds them, from where it starts and what it skips."""
-    place = decode_attention.place_of(heads_BX1D)
+    place = place_of(heads_BX1D)
     rows, heads, _, size = heads_BX1D.shape
     flat = place.whole.reshape(-1)
     starts_B = place.start + mx.arange(rows) * place.pitch
@@ -672,15 +665,26 @@ def test_what_is_no_longer_columns_is_an_array_of_its_own(change: Callable[[mx.a
 
 
 def test_what_a_kernel_wrote_is_read_by_the_next_one_without_a_view() -> None:
-    whole = mx.arange(5 * 256).reshape(5, 1, 256)
-    heads = heads_of(whole, 4)
-    assert heads.shape == (5, 4, 1, 64)
+    whole = mx.arange(5 * 256).reshape(5, 256)
+    heads = shaped(whole, (5, 4, 1, 64))
     joined = heads.transpose(0, 2, 1, 3).reshape(5, 1, -1)
-    assert mx.array_equal(joined, whole).item()
-    assert whole_of(joined) is whole
-    assert decode_attention.place_of(all_columns(whole).reshape(5, 1, 4, 64).transpose(0, 2, 1, 3)).whole is whole
+    assert joined.shape == (5, 1, 256)
+    assert mx.array_equal(joined.flatten(), whole.flatten()).item()
+    assert memory_of(joined) is rows_of(joined) is whole
+    parts = columns_of(joined, [192, 64])
+    assert [place_of(part).start for part in parts] == [0, 192]
+    assert all(place_of(part).whole is whole for part in parts)
+    assert mx.array_equal(mx.concatenate(parts, axis=-1), joined).item()
 
 
-@pytest.mark.parametrize("x", [columns_of(mx.zeros((5, 1, 512)), [256, 256])[0], heads_of(mx.zeros((5, 1, 256)), 4)])
-def test_a_part_or_another_shape_is_no_whole(x: mx.array) -> None:
-    assert whole_of(x) is x
+@pytest.mark.parametrize("x", [columns_of(mx.zeros((5, 1, 512)), [256, 256])[0], mx.zeros((5, 1, 256))])
+def test_a_part_is_not_the_memory_of_all(x: mx.array) -> None:
+    assert memory_of(x) is x
+    assert rows_of(x).shape == (5, 256)
+
+
+def test_a_kernel_reads_inputs_where_they_are(launches: list[Launch]) -> None:
+    whole = mx.zeros((5, 64), mx.bfloat16)
+    stream = mx.zeros((5, 1, 64), mx.bfloat16)
+    add_norm.add_norm(shaped(whole, (1, 5, 1, 64)), stream, mx.ones(64, mx.bfloat16), 1e-5)
+    assert launches[0].inputs[0] is whole

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from parallm.model.kernels import page_write
+from parallm.model.kernels.columns import columns_of
 from parallm.model.kernels.cuda import has_kernels
-from parallm.model.kernels.decode_attention import RotaryAngles, columns_of
+from parallm.model.kernels.decode_attention import RotaryAngles
 from parallm.model.kernels.page_write import PAGE, write_pages
 
 HEADS, REPEATS, SIZE = 2, 3, 32

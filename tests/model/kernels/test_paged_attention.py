@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from parallm.model.kernels import paged_attention
+from parallm.model.kernels.columns import columns_of
 from parallm.model.kernels.cuda import on_cuda
-from parallm.model.kernels.decode_attention import RotaryAngles, columns_of
+from parallm.model.kernels.decode_attention import RotaryAngles
 from parallm.model.kernels.page_write import PAGE
 from parallm.model.kernels.paged_attention import append_and_attend, fits, plan_pages, queries_at_once
 from tests.model.kernels.cuda_on_cpu import CpuKernels, needs_compiler
