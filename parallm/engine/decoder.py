@@ -23,8 +23,11 @@ from parallm.model.kernels.cuda import interned_array
 from parallm.model.kernels.gather import take_rows
 from parallm.model.lora.selector import LoraSelector
 from parallm.model.shared_model import SharedModel
+from parallm.types import TopLogprob
 
 DecodeBatch = SlotDecodeBatch | SequentialDecodeBatch | PagedDecodeBatch
+Columns = tuple[list[int], list[float], Ordered[tuple[TopLogprob, ...]]]
+"""Token, log-prob and alternatives of each row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,28 +54,41 @@ class Step:
         """The arrays that `read` reads."""
         return [self.sampled.output_2B, *self.sampled.top, *([] if self.fed_F is None else [self.fed_F])]
 
-    def read(self, tokenizer: ChatTokenizer) -> list[Sequence]:
-        """Append each sequence's tokens, waiting for the device; returns the sequences that got some."""
+    def read(self, tokenizer: ChatTokenizer) -> tuple[list[Sequence], int]:
+        """Append each sequence's tokens, waiting for the device; returns the sequences that got some, and how many
+        tokens these are."""
         tokens_B, bits_B = np.array(self.sampled.output_2B)
         tops = read_alternatives(self.sampled.top, len(tokens_B))
         columns = (tokens_B.tolist(), bits_B.view(np.float32).tolist(), tops)
-        fed = [] if self.fed_F is None else self.fed_F.tolist()
-        drafts = [*fed[1:], *[None] * (len(self.sequences) - max(len(fed) - 1, 0))]  # what the next row has fed
+        if self.fed_F is not None:
+            return self._read_drafts(columns, self.fed_F.tolist(), tokenizer)
         read: list[Sequence] = []
+        for sequence, token, logprob, top in zip(self.sequences, *columns, strict=True):
+            if not sequence.has_left:
+                sequence.append(token, logprob, top, tokenizer)
+                read.append(sequence)
+        return read, len(read)
+
+    def _read_drafts(self, columns: Columns, fed: list[int], tokenizer: ChatTokenizer) -> tuple[list[Sequence], int]:
+        """`read` where the first rows fed `fed`."""
+        drafts = [*fed[1:], *[None] * (len(self.sequences) - len(fed) + 1)]  # what the next row has fed
+        read: list[Sequence] = []
+        num_tokens = 0
         done: Sequence | None = None  # its further rows are dropped
         for sequence, token, logprob, top, draft in zip(self.sequences, *columns, drafts, strict=True):
             if sequence.has_left or sequence is done:
                 continue
             sequence.append(token, logprob, top, tokenizer)
+            num_tokens += 1
             if read and read[-1] is sequence:
                 sequence.num_accepted += 1
             else:
                 read.append(sequence)
             if sequence.finish_reason is not None or token != draft:
                 done = sequence
-        for sequence in read if fed else ():
+        for sequence in read:
             sequence.num_launched = len(sequence.tokens)
-        return read
+        return read, num_tokens
 
 
 class Decoder:
@@ -149,18 +165,28 @@ class Decoder:
             hidden_BH = self.batch.forward(self._loras, num_running, tokens_B, fed.query_lengths if fed else ())
             logits.insert(0, self._model.head(hidden_BH))
         self._first_logits = []
-        query_lengths = fed.query_lengths if fed else [1] * num_running
-        lengths = [*query_lengths, *[1] * (len(self.sequences) - num_running)]
+        rows, positions_B = self._launched(fed.query_lengths if fed else ())
+        logits_BV, fed_F = mx.concatenate(logits), fed.tokens_F if fed else None
+        self._unsampled = Forward(sequences=rows, logits_BV=logits_BV, positions_B=positions_B, fed_F=fed_F)
+        if [sequence for sequence in rows if sequence.allowed is not None]:
+            return [logits_BV]
+        return self.sample()
+
+    def _launched(self, query_lengths: Ordered[int]) -> tuple[list[Sequence], list[int]]:
+        """The sequence and the position of each row of a step, which count as launched. Python walks 1,024 rows of a
+        small model as long as a GPU computes them, so the usual step, a row for each, takes the shortest way."""
+        if not query_lengths:
+            rows, positions_B = list(self.sequences), [sequence.num_launched for sequence in self.sequences]
+            for sequence in rows:
+                sequence.num_launched += 1
+            return rows, positions_B
+        lengths = [*query_lengths, *[1] * (len(self.sequences) - len(query_lengths))]
         pairs = list(zip(self.sequences, lengths, strict=True))
         rows = [sequence for sequence, length in pairs for _ in range(length)]
         positions_B = [sequence.num_launched + i for sequence, length in pairs for i in range(length)]
         for sequence, length in pairs:
             sequence.num_launched += length
-        logits_BV, fed_F = mx.concatenate(logits), fed.tokens_F if fed else None
-        self._unsampled = Forward(sequences=rows, logits_BV=logits_BV, positions_B=positions_B, fed_F=fed_F)
-        if any(sequence.allowed is not None for sequence in self.sequences):
-            return [logits_BV]
-        return self.sample()
+        return rows, positions_B
 
     def sample(self) -> list[mx.array]:
         """Build the sampling of the launched forward, which is in flight from now on; not evaluated."""

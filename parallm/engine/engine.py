@@ -329,20 +329,26 @@ class Engine:
         if not steps:
             return
         mx.eval([step.arrays() for step in steps])
-        sequences = [sequence for step in steps for sequence in step.read(self.model.tokenizer)]
-        queue.num_tokens += sum(sequence.num_unemitted for sequence in sequences)
-        failures = self._failures(sequences)
-        sound = [sequence for sequence in sequences if sequence.request.request_id not in failures]
+        sequences: list[Sequence] = []
+        for step in steps:
+            read, num_tokens = step.read(self.model.tokenizer)
+            sequences += read
+            queue.num_tokens += num_tokens
+        shown = [sequence for sequence in sequences if sequence.has_event]
+        ended = [sequence for sequence in shown if sequence.finish_reason is not None]
+        failures = self._failures(ended)
         # first of all: sampled tokens are emitted, whatever fails later
-        self._emit_all([sequence.event(self.model.tokenizer) for sequence in sound])
+        self._emit_all(one.event(self.model.tokenizer) for one in shown if one.request.request_id not in failures)
+        if not ended:
+            return
         self._give_up(failures)
         kept = [array for decoder in queue.decoders for array in self.prefill.keep_ended(decoder)]
         if kept:
             (mx.async_eval if self._async_scheduling else mx.eval)(kept)
         self._drop(queue, lambda sequence: sequence.finish_reason is not None)
 
-    def _emit_all(self, events: list[TokenEvent | None]) -> None:
-        if some := [event for event in events if event is not None]:
+    def _emit_all(self, events: Iterable[TokenEvent]) -> None:
+        if some := list(events):
             self._emit(some)
 
     def _failures(self, sequences: Iterable[Sequence]) -> dict[str, NotFinite]:

@@ -171,10 +171,10 @@ class TableIndices:
     def __init__(self) -> None:
         self._tables: npt.NDArray[np.int32] = np.full((MIN_TABLE, MIN_TABLE), SCRATCH, np.int32)  # twice what is needed
         self._has_changed = True
-        self._lengths: list[int] = []
+        self._lengths: npt.NDArray[np.int32] = np.empty(0, np.int32)
         self._num_running = 0
         self._uploaded = mx.array([], mx.int32)  # held, so that its copy does not take its place
-        self._growth: tuple[int, ...] = ()
+        self._growth: npt.NDArray[np.int32] = np.empty(0, np.int32)
         self._tables_BN = self._lengths_B = self._growth_B = mx.array([], mx.int32)
 
     def set_table(self, row: int, pages: Ordered[int]) -> None:
@@ -192,21 +192,22 @@ class TableIndices:
         """Tables (B, N) and lengths (B,), int32, with rows of length 0 in the scratch page after the others."""
         num_rows, num_running = len(lengths) + num_fillers, len(lengths)
         width = _doubled(MIN_TABLE, max(lengths) // page + 1)
-        all_lengths = [*lengths, *[0] * (max(num_rows, MIN_ON_DEVICE) - num_running)]
-        growth = tuple(now - before for now, before in zip(all_lengths, self._lengths, strict=False))
+        all_lengths = np.zeros(max(num_rows, MIN_ON_DEVICE), np.int32)
+        all_lengths[:num_running] = lengths
         is_same = num_running == self._num_running and self._tables_BN.shape == (num_rows, width)
-        if self._has_changed or not is_same or min(growth) < 0:
+        growth = all_lengths - self._lengths if is_same else all_lengths
+        if self._has_changed or not is_same or growth.min() < 0:
             tables = np.full((num_rows, width), SCRATCH, np.int32)
             known = self._tables[:num_running, :width]
             tables[: known.shape[0], : known.shape[1]] = known
-            self._uploaded = mx.array(np.concatenate([tables.ravel(), np.array(all_lengths, np.int32)]))
+            self._uploaded = mx.array(np.concatenate([tables.ravel(), all_lengths]))
             # A copy on the device, as each layer's blocks wait for it: MLX keeps what the host has written where it was
             copied = mx.abs(self._uploaded)
             self._tables_BN, self._lengths_B = copied[: tables.size].reshape(tables.shape), copied[tables.size :]
             self._has_changed = False
         else:
-            if growth != self._growth:
-                self._growth, self._growth_B = growth, interned_array(growth, mx.int32)
+            if not np.array_equal(growth, self._growth):
+                self._growth, self._growth_B = growth, interned_array(tuple(growth.tolist()), mx.int32)
             self._lengths_B = self._lengths_B + self._growth_B
         self._lengths, self._num_running = all_lengths, num_running
         return self._tables_BN, self._lengths_B if num_rows >= MIN_ON_DEVICE else self._lengths_B[:num_rows]

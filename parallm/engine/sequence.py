@@ -135,6 +135,10 @@ class Sequence:
     _end_tokens: frozenset[int] | None = None  # set with the first sampled token
     _detokenizer: Detokenizer | None = None  # a completion that is only read at its end needs none
     _num_emitted: int = 0  # tokens that events have covered
+    _first_cached: int = 0  # cache positions after the first launched step
+
+    def __post_init__(self) -> None:
+        self._first_cached = len(self.request.prompt_tokens)
 
     @property
     def sort_key(self) -> SortKey:
@@ -143,7 +147,7 @@ class Sequence:
     @property
     def num_cached(self) -> int:
         """Cache positions after the last launched step: the prompt and all launched tokens but the newest."""
-        return len(self.request.prompt_tokens) + self.num_launched - 1
+        return self._first_cached + self.num_launched - 1
 
     @property
     def num_reserved(self) -> int:
@@ -212,33 +216,22 @@ class Sequence:
         """Whether its keys and values may hold NaN: known, or unknown because a step in flight was not read."""
         return self.is_broken or (self.finish_reason is None and self.num_launched > len(self.tokens))
 
-    @property
-    def num_unemitted(self) -> int:
-        """Tokens that no event has covered."""
-        return len(self.tokens) - self._num_emitted
-
     def append(self, token: int, logprob: float, tops: tuple[TopLogprob, ...], tokenizer: ChatTokenizer) -> None:
         """Take a sampled token; sets `finish_reason` when it ends the sequence."""
-        sampling = self.request.sampling
+        tokens, starts, sampling = self.tokens, self.adapter_starts, self.request.sampling
         if self._end_tokens is None:
             eos = () if sampling.ignore_eos else tokenizer.eos_token_ids
             self._end_tokens = frozenset((*sampling.stop_token_ids, *eos))
-        if not self.adapter_starts or self.adapter_starts[-1][0] is not self.adapter:
-            self.adapter_starts.append((self.adapter, len(self.tokens)))
-        self.tokens.append(token)
+        if not starts or starts[-1][0] is not self.adapter:
+            starts.append((self.adapter, len(tokens)))
+        tokens.append(token)
         self.logprobs.append(logprob)
-        self.top_logprobs.append(tops[: sampling.top_logprobs])
+        self.top_logprobs.append(tops[: sampling.top_logprobs] if tops else ())
         if math.isnan(logprob):
             self.is_broken, self.finish_reason = True, "abort"
-            return
-        is_end = token in self._end_tokens
-        if not is_end and (self.is_streaming or sampling.stop):
-            if self._detokenizer is None:
-                self._detokenizer = Detokenizer(tokenizer)
-            self._detokenizer.add(token, sampling.stop if len(self.tokens) >= sampling.min_tokens else ())
-        if is_end or (self._detokenizer is not None and self._detokenizer.stop_at is not None):
+        elif token in self._end_tokens or self._has_stopped(token, tokenizer):
             self.finish_reason = "stop"
-        elif len(self.tokens) >= self.max_tokens:
+        elif len(tokens) >= self.max_tokens:
             self.finish_reason = "length"
         elif self._mask is not None:
             self._mask.accept(token)
@@ -246,11 +239,24 @@ class Sequence:
             if not any(self.allowed):
                 self.finish_reason = "stop"
 
-    def event(self, tokenizer: ChatTokenizer) -> TokenEvent | None:
-        """Tokens and text since the last event; None before the end of a completion that does not stream."""
+    def _has_stopped(self, token: int, tokenizer: ChatTokenizer) -> bool:
+        """Add a token to the text, if that is of interest before the end; whether a stop string is part of it now."""
+        sampling = self.request.sampling
+        if not (self.is_streaming or sampling.stop):
+            return False
+        if self._detokenizer is None:
+            self._detokenizer = Detokenizer(tokenizer)
+        self._detokenizer.add(token, sampling.stop if len(self.tokens) >= sampling.min_tokens else ())
+        return self._detokenizer.stop_at is not None
+
+    @property
+    def has_event(self) -> bool:
+        """Whether its tokens are of interest: not before the end of a completion that does not stream."""
+        return self.is_streaming or self.finish_reason is not None
+
+    def event(self, tokenizer: ChatTokenizer) -> TokenEvent:
+        """Tokens and text since the last event, of which there is one if `has_event`."""
         new, self._num_emitted = slice(self._num_emitted, None), len(self.tokens)
-        if not self.is_streaming and self.finish_reason is None:
-            return None
         completion = self._completion(tokenizer, self.finish_reason) if self.finish_reason else None
         text = completion.text if completion else ""
         if self._detokenizer is not None and self.is_streaming:

@@ -35,12 +35,15 @@ def play(
         request=request, index=0, seed=0, adapter=None, is_streaming=is_streaming, max_tokens=max_tokens
     )
     pieces: list[str] = []
+    given: tuple[int, ...] = ()
     for token in tokens:
         sequence.append(token, -0.5, (), tokenizer)
-        event = sequence.event(tokenizer)
-        if event is not None:
+        if sequence.has_event:
+            event = sequence.event(tokenizer)
             pieces.append(event.text)
+            given += event.tokens
             if event.completion is not None:
+                assert given == event.completion.tokens
                 return pieces, event.completion
     return pieces, None
 
