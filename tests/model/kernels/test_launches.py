@@ -242,8 +242,9 @@ def normalize(dtype: mx.Dtype, *, size: int, splits: int, versions: int = 0) -> 
     parts, stream = mx.zeros((splits, 5, 1, size), half if splits == 1 else mx.float32), mx.zeros((5, 1, size), half)
     lora = None
     if versions:
-        weights, order = random_versions(64, [size], [16], versions, half).weights, order_rows([0] * 5, versions)
-        lora = ShrinkOutput(weights=weights, order_B2=order, hidden_PBTK=mx.zeros((2, 5, 1, versions * 16)))
+        rank, order = add_norm.MAX_FACTORS // size, order_rows([0] * 5, versions)
+        weights = random_versions(64, [size], [rank], versions, half).weights
+        lora = ShrinkOutput(weights=weights, order_B2=order, hidden_PBTK=mx.zeros((2, 5, 1, versions * rank)))
     assert add_norm.fits(parts, stream, lora)
     add_norm.add_norm(parts, stream, mx.ones(size, half), 1e-5, lora=lora)
 
