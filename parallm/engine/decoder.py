@@ -26,7 +26,7 @@ from parallm.model.shared_model import SharedModel
 from parallm.types import TopLogprob
 
 DecodeBatch = SlotDecodeBatch | SequentialDecodeBatch | PagedDecodeBatch
-Columns = tuple[list[int], list[float], Ordered[tuple[TopLogprob, ...]]]
+SampledRows = tuple[list[int], list[float], Ordered[tuple[TopLogprob, ...]]]
 """Token, log-prob and alternatives of each row."""
 
 
@@ -59,23 +59,23 @@ class Step:
         tokens these are."""
         tokens_B, bits_B = np.array(self.sampled.output_2B)
         tops = read_alternatives(self.sampled.top, len(tokens_B))
-        columns = (tokens_B.tolist(), bits_B.view(np.float32).tolist(), tops)
+        rows = tokens_B.tolist(), bits_B.view(np.float32).tolist(), tops
         if self.fed_F is not None:
-            return self._read_drafts(columns, self.fed_F.tolist(), tokenizer)
+            return self._read_drafts(rows, self.fed_F.tolist(), tokenizer)
         read: list[Sequence] = []
-        for sequence, token, logprob, top in zip(self.sequences, *columns, strict=True):
+        for sequence, token, logprob, top in zip(self.sequences, *rows, strict=True):
             if not sequence.has_left:
                 sequence.append(token, logprob, top, tokenizer)
                 read.append(sequence)
         return read, len(read)
 
-    def _read_drafts(self, columns: Columns, fed: list[int], tokenizer: ChatTokenizer) -> tuple[list[Sequence], int]:
+    def _read_drafts(self, rows: SampledRows, fed: list[int], tokenizer: ChatTokenizer) -> tuple[list[Sequence], int]:
         """`read` where the first rows fed `fed`."""
         drafts = [*fed[1:], *[None] * (len(self.sequences) - len(fed) + 1)]  # what the next row has fed
         read: list[Sequence] = []
         num_tokens = 0
         done: Sequence | None = None  # its further rows are dropped
-        for sequence, token, logprob, top, draft in zip(self.sequences, *columns, drafts, strict=True):
+        for sequence, token, logprob, top, draft in zip(self.sequences, *rows, drafts, strict=True):
             if sequence.has_left or sequence is done:
                 continue
             sequence.append(token, logprob, top, tokenizer)

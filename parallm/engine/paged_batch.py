@@ -195,8 +195,7 @@ class TableIndices:
         all_lengths = np.zeros(max(num_rows, MIN_ON_DEVICE), np.int32)
         all_lengths[:num_running] = lengths
         is_same = num_running == self._num_running and self._tables_BN.shape == (num_rows, width)
-        growth = all_lengths - self._lengths if is_same else all_lengths
-        if self._has_changed or not is_same or growth.min() < 0:
+        if self._has_changed or not is_same:
             tables = np.full((num_rows, width), SCRATCH, np.int32)
             known = self._tables[:num_running, :width]
             tables[: known.shape[0], : known.shape[1]] = known
@@ -206,6 +205,7 @@ class TableIndices:
             self._tables_BN, self._lengths_B = copied[: tables.size].reshape(tables.shape), copied[tables.size :]
             self._has_changed = False
         else:
+            growth = all_lengths - self._lengths
             if not np.array_equal(growth, self._growth):
                 self._growth, self._growth_B = growth, interned_array(tuple(growth.tolist()), mx.int32)
             self._lengths_B = self._lengths_B + self._growth_B

@@ -135,7 +135,7 @@ class Sequence:
     _end_tokens: frozenset[int] | None = None  # set with the first sampled token
     _detokenizer: Detokenizer | None = None  # a completion that is only read at its end needs none
     _num_emitted: int = 0  # tokens that events have covered
-    _first_cached: int = 0  # cache positions after the first launched step
+    _first_cached: int = field(init=False)  # cache positions after the first launched step
 
     def __post_init__(self) -> None:
         self._first_cached = len(self.request.prompt_tokens)

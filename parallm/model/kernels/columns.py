@@ -1,9 +1,9 @@
 """Arrays that kernels read where they are: parts and other shapes of what a product or a kernel wrote.
 
-MLX makes a view by an operation of its own, which takes the host half as long as a launch, and a step of a small model
-waits for the host: a layer of mlx-lm's code has up to fourteen of them. A kernel needs an address and where rows begin.
+MLX makes a view by an operation of its own, and a step of a small model waits for the host that walks them: a layer of
+mlx-lm's code has up to fourteen. A kernel needs an address and where rows begin.
 
-Axes: B rows, X heads, W columns, D head size.
+Axes: B rows, T tokens, X heads, W columns, D head size, M tokens of all rows.
 """
 
 from collections.abc import Sequence
@@ -14,11 +14,12 @@ import mlx.core as mx
 
 
 class Columns(mx.array):
-    """Some columns of `whole` (B, W), from `start` on, or all of them in another shape; also when they have been cut
-    into heads, (B, X, 1, D), or joined again.
+    """All of `whole` in another shape, or for one token of each row some columns of it, from `start` on; also when they
+    have been cut into heads, (B, X, 1, D), or joined again.
 
     A decode step's queries, keys and values are parts of one product. MLX does not tell strides before it computes, so
-    a kernel reads `whole`, and the columns themselves are never made.
+    a kernel reads `whole`, and the columns themselves are never made. A change in place would not reach `whole`, so
+    operators make a new array.
     """
 
     def __init__(self, value: mx.array, whole: mx.array, start: int) -> None:
@@ -32,6 +33,21 @@ class Columns(mx.array):
     def transpose(self, *axes: Any, **options: Any) -> mx.array:
         transposed = super().transpose(*axes, **options)
         return self._same(transposed) if axes == (0, 2, 1, 3) and 1 in self.shape[1:3] else transposed
+
+    def __iadd__(self, other: Any) -> mx.array:
+        return self + other
+
+    def __isub__(self, other: Any) -> mx.array:
+        return self - other
+
+    def __imul__(self, other: Any) -> mx.array:
+        return self * other
+
+    def __itruediv__(self, other: Any) -> mx.array:
+        return self / other
+
+    def __setitem__(self, *_: Any) -> None:
+        raise TypeError("what a product or a kernel wrote is not changed in place; copy it first")
 
     def _same(self, value: mx.array) -> "Columns":
         return Columns(value, self.whole, self.start)
@@ -64,13 +80,13 @@ def memory_of(array: mx.array) -> mx.array:
     return array.whole if isinstance(array, Columns) and array.size == array.whole.size else array
 
 
-def rows_of(x_B1W: mx.array) -> mx.array:
-    """The same as (B, W)."""
-    memory = memory_of(x_B1W)
-    return memory if memory.ndim == 2 else x_B1W.flatten(0, -2)
+def flat_rows(x_BTW: mx.array) -> mx.array:
+    """The same as (M, W)."""
+    memory = memory_of(x_BTW)
+    return memory if memory.ndim == 2 and memory.shape[1] == x_BTW.shape[-1] else x_BTW.flatten(0, -2)
 
 
 def place_of(rows_BX: mx.array) -> Place:
     if isinstance(rows_BX, Columns):
-        return Place(rows_BX.whole, rows_BX.start, rows_BX.whole.shape[-1])
+        return Place(rows_BX.whole, rows_BX.start, rows_BX.whole.size // rows_BX.shape[0])
     return Place(rows_BX, 0, rows_BX.size // rows_BX.shape[0])

@@ -9,7 +9,7 @@ The kernel also rotates queries and new keys, and writes new keys and values int
 the reasons in `decode_attention.py`.
 
 Axes: B rows, N pages of a table, X pages of all rows, P pages of the pool, H key-value heads, Q query heads, T
-positions of a page, D head size.
+positions of a page, D head size, W heads of a row beside each other.
 """
 
 import math

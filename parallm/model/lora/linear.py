@@ -4,7 +4,8 @@ There is one module tree for serving and training. A layer owns no adapter array
 target modules of a model share. A caller binds a `LoraBinding` around its forward (`SharedModel.hidden`), on the device
 thread. `selector.py` chooses the binding; on CUDA targets that get the same input share a `MergedLinear`.
 
-LoRA: https://arxiv.org/abs/2106.09685. Axes: B rows, T tokens, I input, O output, S parts of a sum.
+LoRA: https://arxiv.org/abs/2106.09685. Axes: B rows, T tokens, M tokens of all rows, I input, O output,
+S parts of a sum.
 """
 
 import copy
@@ -18,7 +19,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from parallm.model.kernels import quantized_gemm
-from parallm.model.kernels.columns import columns_of, rows_of, shaped
+from parallm.model.kernels.columns import columns_of, flat_rows, shaped
 from parallm.model.kernels.cuda import VECTOR_BYTES
 from parallm.model.kernels.segmented_lora import GroupOutput, GroupWeights, ShrinkOutput, shrink
 from parallm.model.kernels.small_batch_gemm import fits, small_batch_gemm
@@ -76,7 +77,7 @@ class LoraLinear(nn.Module):
 
     def __call__(self, x: mx.array) -> mx.array:
         lora = self.lora_context.lora
-        if self.merged is not None and self.merged.serves(lora):
+        if self.merged is not None and x.ndim > 1 and self.merged.serves(lora):
             return self.merged.output(self.target, x, lora)
         y = self.linear(x)
         if lora is None:
@@ -215,16 +216,17 @@ class MergedLinear:
         elif quantized_gemm.fits(x, self._joined):
             y_SBTO = quantized_gemm.quantized_gemm(x, self._joined, is_whole=is_whole)
         elif self._weight_IO is not None:
-            y_NO = self._plain_product(rows_of(x), self._weight_IO)
-            return shaped(y_NO, (*x.shape[:-1], -1)), shaped(y_NO, (1, *x.shape[:-1], -1)), None
+            y_MO = self._plain_product(flat_rows(x), self._weight_IO)
+            shape = *x.shape[:-1], y_MO.shape[1]
+            return shaped(y_MO, shape), shaped(y_MO, (1, *shape)), None
         else:
             y = self._joined(x)
             return y, y[None], None
         return shaped(y_SBTO, y_SBTO.shape[1:]) if y_SBTO.shape[0] == 1 else None, y_SBTO, hidden
 
-    def _plain_product(self, x_NI: mx.array, weight_IO: mx.array) -> mx.array:
+    def _plain_product(self, x_MI: mx.array, weight_IO: mx.array) -> mx.array:
         """`nn.Linear` without its views."""
-        return mx.addmm(self._joined.bias, x_NI, weight_IO) if "bias" in self._joined else x_NI @ weight_IO
+        return mx.addmm(self._joined.bias, x_MI, weight_IO) if "bias" in self._joined else x_MI @ weight_IO
 
     def _trained(self, x: mx.array, lora: TrainingLora) -> list[mx.array]:
         if not self._is_gated:  # a reader of the parts alone would have to copy them

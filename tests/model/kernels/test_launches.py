@@ -3,6 +3,7 @@
 No GPU is needed: a launcher of these tests stands in for MLX's, looks at what it gets, and returns zeros.
 """
 
+import operator
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -39,7 +40,7 @@ from parallm.model.kernels import (
     token_scores,
     unit_lower_inverse,
 )
-from parallm.model.kernels.columns import Columns, columns_of, memory_of, place_of, rows_of, shaped
+from parallm.model.kernels.columns import Columns, columns_of, flat_rows, memory_of, place_of, shaped
 from parallm.model.kernels.compiler import CompileError, Defines, compile_log, source_of
 from parallm.model.kernels.decode_attention import RotaryAngles, append_and_attend
 from parallm.model.kernels.flash_attention import PackedSequences, attend_pages, page_tiles
@@ -671,7 +672,7 @@ def test_what_a_kernel_wrote_is_read_by_the_next_one_without_a_view() -> None:
     joined = heads.transpose(0, 2, 1, 3).reshape(5, 1, -1)
     assert joined.shape == (5, 1, 256)
     assert mx.array_equal(joined.flatten(), whole.flatten()).item()
-    assert memory_of(joined) is rows_of(joined) is whole
+    assert memory_of(joined) is flat_rows(joined) is whole
     parts = columns_of(joined, [192, 64])
     assert [place_of(part).start for part in parts] == [0, 192]
     assert all(place_of(part).whole is whole for part in parts)
@@ -681,7 +682,22 @@ def test_what_a_kernel_wrote_is_read_by_the_next_one_without_a_view() -> None:
 @pytest.mark.parametrize("x", [columns_of(mx.zeros((5, 1, 512)), [256, 256])[0], mx.zeros((5, 1, 256))])
 def test_a_part_is_not_the_memory_of_all(x: mx.array) -> None:
     assert memory_of(x) is x
-    assert rows_of(x).shape == (5, 256)
+    assert flat_rows(x).shape == (5, 256)
+
+
+def test_places_and_rows_of_more_tokens_are_those_of_the_shape() -> None:
+    assert place_of(shaped(mx.zeros((6, 8)), (2, 3, 8))).pitch == 24
+    assert flat_rows(shaped(mx.zeros((2, 32)), (2, 1, 4, 8))).shape == (8, 8)
+
+
+@pytest.mark.parametrize("change", [operator.iadd, operator.isub, operator.imul, operator.itruediv])
+def test_a_change_in_place_is_not_lost(change: Callable[[mx.array, int], mx.array]) -> None:
+    whole = mx.ones((2, 8))
+    changed = change(shaped(whole, (2, 1, 8)), 2)
+    assert memory_of(changed).tolist() == change(mx.ones((2, 1, 8)), 2).tolist()
+    assert whole.tolist() == mx.ones((2, 8)).tolist()
+    with pytest.raises(TypeError, match="in place"):
+        shaped(whole, (2, 1, 8))[:, :, 0] = 5
 
 
 def test_a_kernel_reads_inputs_where_they_are(launches: list[Launch]) -> None:

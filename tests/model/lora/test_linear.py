@@ -48,6 +48,17 @@ def test_joined_layers_keep_their_weights_as_views_of_one_array(bias: bool, bits
     assert mx.allclose(mx.concatenate(before, axis=-1), joined, atol=1e-5).item()
 
 
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(4, 1, 64), (0, 1, 64), (64,)])
+def test_outputs_of_joined_layers_are_those_of_the_layers(shape: tuple[int, ...], bias: bool) -> None:
+    layers, x = Layers(LoraContext(), bias=bias), mx.random.normal(shape)
+    wanted = layers(x)
+    merge_linears(layers, CALLED)
+    for found, expected in zip(layers(x), wanted, strict=True):
+        assert found.shape == expected.shape
+        assert mx.allclose(found, expected, atol=1e-5).item()
+
+
 def test_layers_that_are_not_alike_stay_apart() -> None:
     layers = Layers(LoraContext(), bias=True)
     layers.v.linear = nn.Linear(64, 32, bias=False)
