@@ -144,7 +144,9 @@ def test_a_gpu_adds_lora(case: str) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("mutant", MUTANTS)
+@pytest.mark.parametrize(
+    "mutant", [pytest.param(name, marks=[pytest.mark.slow] if place else []) for place, name in enumerate(MUTANTS)]
+)
 def test_what_forgets_a_part_of_lora_is_found(mutant: str, kernels: CpuKernels) -> None:
     kernels.mutation = ("add_norm", *MUTANTS[mutant])
     assert not agrees(random_rows([2, 0, -1, 1, 2], size=64, rank=24, splits=1, versions=3))
