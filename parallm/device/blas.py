@@ -32,8 +32,9 @@ CUDA_DEFAULTS = {
     # more misses than twice a cache's size are an error otherwise, however long the process has run
     "MLX_ENABLE_CACHE_THRASHING_CHECK": "0",
     "MLX_CUDA_GRAPH_CACHE_SIZE": "2000",  # 400
-    # 100 on Hopper, where this was measured: steps of a 0.5B shape take 12% less of the host as one launch. Operations
-    # of updates are so large that MLX_MAX_MB_PER_BUFFER ends a launch before
+    # 100 on Hopper, where a step of a 0.5B shape takes the host longer as several launches: with this variable set,
+    # `scripts/figures rollouts.gpu` prints the seconds. Other GPUs were not measured. Operations of updates are so
+    # large that MLX_MAX_MB_PER_BUFFER ends a launch before
     "MLX_MAX_OPS_PER_BUFFER": "400",
     "MLX_CUDA_SDPA_BACKWARD_CACHE_SIZE": "512",  # 64 plans of cuDNN, of 0.1 s each
 }

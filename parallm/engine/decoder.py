@@ -173,8 +173,8 @@ class Decoder:
         return self.sample()
 
     def _launched(self, query_lengths: Ordered[int]) -> tuple[list[Sequence], list[int]]:
-        """The sequence and the position of each row of a step, which count as launched. Python walks 1,024 rows of a
-        small model as long as a GPU computes them, so the usual step, a row for each, takes the shortest way."""
+        """The sequence and the position of each row of a step, which count as launched. The device waits while Python
+        walks the rows, so the usual step, a row for each, takes the shortest way."""
         if not query_lengths:
             rows, positions_B = list(self.sequences), [sequence.num_launched for sequence in self.sequences]
             for sequence in rows:

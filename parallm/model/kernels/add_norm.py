@@ -16,7 +16,7 @@ from parallm.model.kernels.segmented_lora import ShrinkOutput
 
 DTYPES = (mx.bfloat16, mx.float16)
 MAX_CHUNKS = 8
-MAX_FACTORS = 1 << 16  # values of B that a block reads: rank 16 of an 8B shape costs no more than two kernels
+MAX_FACTORS = 1 << 16  # values of B that a block reads: rank 16 of an 8B shape, the most that was tried
 
 
 def fits(parts_SBTH: mx.array, stream_BTH: mx.array, lora: ShrinkOutput | None = None) -> bool:

@@ -6,8 +6,8 @@ all its A, unless `small_batch_gemm` has done so; `expand` splits the base's joi
 adds the product with the rows' B. Where that output comes in parts, `expand` adds them up. They are named as in vLLM,
 after Punica (https://arxiv.org/abs/2310.18547).
 
-Axes: B rows, T tokens, V versions, N numbers (see `lora/segmented.py`), I input, O output, P parts of a sum, S parts of
-the base's output, K ranks of a group's targets side by side.
+Axes: B rows, T tokens, M tokens of all rows, V versions, N numbers (see `lora/segmented.py`), I input, O output, P
+parts of a sum, S parts of the base's output, K ranks of a group's targets side by side.
 """
 
 import math
@@ -17,7 +17,7 @@ from functools import cache
 
 import mlx.core as mx
 
-from parallm.model.kernels.columns import memory_of, shaped
+from parallm.model.kernels.columns import Columns, shaped
 from parallm.model.kernels.cuda import MIN_ON_DEVICE, VECTOR_BYTES, has_kernels, kernel
 
 Targets = tuple[str, ...]
@@ -119,22 +119,27 @@ class GroupOutput:
 
     def split(self) -> list[mx.array]:
         """The outputs of each target, (B, T, O)."""
-        return self._expand(self._widths, sum(self._widths) * self._dtype.size // VECTOR_BYTES)
+        threads = sum(self._widths) * self._dtype.size // VECTOR_BYTES
+        return [self._with_rows(output_MO) for output_MO in self._expand(self._widths, threads)]
 
     def gated(self) -> mx.array:
         """SwiGLU of two targets of the same width (B, T, O): silu of the first by the second."""
         threads = 2 * -(-self._widths[0] * self._dtype.size // VECTOR_BYTES // 32) * 32  # a warp for each
-        return self._expand(self._widths[:1], threads, is_gated=True)[0]
+        return self._with_rows(self._expand(self._widths[:1], threads, is_gated=True)[0])
 
     def added_to(self, other: mx.array) -> mx.array:
-        """The sum of a group's only output and `other` (B, T, O) of its type, rounded once. A plain array, which lets
-        what is added to it decide how."""
+        """The sum of a group's only output and `other` (B, T, O) of its type, rounded once. It is a plain array: Python
+        would ask `Columns` how to add a `FusedAdd`."""
         threads = self._widths[0] * self._dtype.size // VECTOR_BYTES
-        return memory_of(self._expand(self._widths, threads, other)[0]).reshape(other.shape)
+        return self._expand(self._widths, threads, other)[0].reshape(other.shape)
+
+    def _with_rows(self, output_MO: mx.array) -> Columns:
+        return shaped(output_MO, (*self._y_SBTO.shape[1:3], output_MO.shape[1]))
 
     def _expand(
         self, widths: Sequence[int], threads: int, other: mx.array | None = None, *, is_gated: bool = False
     ) -> list[mx.array]:
+        """Outputs of these widths, (M, O)."""
         splits, *rows, _ = self._y_SBTO.shape
         num_rows = rows[0] * rows[1]
         tile = _tile(num_rows) if len(self._widths) > 1 else 2  # the outputs of one target make few blocks
@@ -161,7 +166,7 @@ class GroupOutput:
             ("TOTAL", sum(self._widths)),
             ("THREADS", EXPAND_THREADS),
         )
-        outputs = kernel("expand", defines)(
+        return kernel("expand", defines)(
             inputs,
             sizes,
             grid=(-(-threads // EXPAND_THREADS) * EXPAND_THREADS, -(-num_rows // tile), 1),
@@ -169,7 +174,6 @@ class GroupOutput:
             output_shapes=[(num_rows, width) for width in widths],
             output_dtypes=[self._dtype] * len(widths),
         )
-        return [shaped(output, (*rows, width)) for output, width in zip(outputs, widths, strict=True)]
 
 
 def shrink(x_BTI: mx.array, weights: GroupWeights, order_B2: mx.array) -> mx.array:

@@ -4,8 +4,8 @@ There is one module tree for serving and training. A layer owns no adapter array
 target modules of a model share. A caller binds a `LoraBinding` around its forward (`SharedModel.hidden`), on the device
 thread. `selector.py` chooses the binding; on CUDA targets that get the same input share a `MergedLinear`.
 
-LoRA: https://arxiv.org/abs/2106.09685. Axes: B rows, T tokens, M tokens of all rows, I input, O output,
-S parts of a sum.
+LoRA: https://arxiv.org/abs/2106.09685. Axes: B rows, T tokens, M tokens of all rows, I input, O output, S
+parts of a sum.
 """
 
 import copy
@@ -201,11 +201,11 @@ class MergedLinear:
         takes `_trained`."""
         if fits(x, self._joined):
             product_1BTO, _ = small_batch_gemm(x, self._joined, None, is_whole=True, is_gated=True)
-            return shaped(product_1BTO, product_1BTO.shape[1:])
-        if quantized_gemm.fits(x, self._joined):
+        elif quantized_gemm.fits(x, self._joined):
             product_1BTO = quantized_gemm.quantized_gemm(x, self._joined, is_whole=True, is_gated=True)
-            return shaped(product_1BTO, product_1BTO.shape[1:])
-        return swiglu_of_halves(y, has_gradient=False)
+        else:
+            return swiglu_of_halves(y, has_gradient=False)
+        return shaped(product_1BTO, product_1BTO.shape[1:])
 
     def _product(self, x: mx.array, weights: GroupWeights | None) -> tuple[mx.array | None, mx.array, mx.array | None]:
         """The base's outputs (B, T, O), if they are whole, and as parts (S, B, T, O); the result of `shrink`, if it is
