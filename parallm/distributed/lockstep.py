@@ -138,6 +138,10 @@ class LeadingEngine(Engine):
         with self._sent("resume", traffic):
             super().resume(traffic)
 
+    def hold_events(self, is_holding: bool) -> None:
+        with self._sent("hold_events", is_holding):
+            super().hold_events(is_holding)
+
     def reset_caches(self) -> None:
         with self._sent("reset_caches"):
             super().reset_caches()

@@ -23,9 +23,11 @@ class AsyncEngine:
         self._device = device
         self._loop = loop
         self._engine: Engine | None = None
-        self._names: dict[str, Channel] = {}  # by request id
+        self._names: set[str] = set()  # request ids
         self._count = itertools.count()
         self._channels: dict[str, Channel] = {}  # by the id that the engine knows
+        self._interval = 0.0  # seconds
+        self._tick: asyncio.TimerHandle | None = None
 
     def attach(self, engine: Engine) -> None:
         """Start to serve; before this every request is refused."""
@@ -102,9 +104,13 @@ class AsyncEngine:
         the request. Raises as `generate`."""
         return self._events([request], is_streaming=True)
 
-    def over(self, request_id: str) -> asyncio.Future[None]:
-        """Done once the end of a running request is here to be read."""
-        return self._names[request_id].over
+    def coalesce(self, seconds: float) -> None:
+        """From now on events of streams come together, every `seconds`, but the first and the last of each completion;
+        0: with each step."""
+        self._interval = seconds
+        if self._tick is not None:
+            self._tick.cancel()
+        self._ask_for_events()
 
     async def rows(self) -> list[EngineRow]:
         """Return all completions that decode or wait. Raises EngineStopped."""
@@ -140,6 +146,13 @@ class AsyncEngine:
             error = EngineStopped(f"the step of this request failed: {error}")
         self._hop([(request_id, error) for request_id in request_ids])
 
+    def _ask_for_events(self) -> None:
+        interval, engine = self._interval, self._engine
+        if engine is not None:
+            with suppress(EngineStopped):
+                self._device.call(lambda: engine.hold_events(interval > 0))
+        self._tick = self._loop.call_later(interval, self._ask_for_events) if interval else None
+
     async def _events(
         self, requests: Sequence[GenerationRequest], *, is_streaming: bool
     ) -> AsyncGenerator[TokenEvent, None]:
@@ -147,13 +160,13 @@ class AsyncEngine:
         names = {request.request_id for request in requests}
         for request in requests:
             _validate(request, engine)
-        if len(names) < len(requests) or names & self._names.keys():
+        if len(names) < len(requests) or names & self._names:
             raise InvalidRequest(f"of the request ids {sorted(names)[:8]} one is in use", "request_id")
         # The engine gets ids that no request had before: an event of an aborted request may still be on its way here
         own = {f"{request.request_id}/{next(self._count)}": request for request in requests}
         unfinished = sum(request.n for request in requests)
-        channel = Channel(unfinished)
-        self._names |= dict.fromkeys(names, channel)
+        channel = Channel()
+        self._names |= names
         self._channels |= dict.fromkeys(own, channel)
         try:
             await self._call(lambda engine: _add_all(engine, own, is_streaming))
@@ -162,8 +175,7 @@ class AsyncEngine:
                     unfinished -= event.completion is not None
                     yield _named(event, own[event.request_id].request_id)
         finally:
-            for name in names:
-                del self._names[name]
+            self._names -= names
             for name in own:
                 del self._channels[name]
             if unfinished and self._device.is_alive:
@@ -194,22 +206,13 @@ class AsyncEngine:
 class Channel:
     """Events and errors of some requests that their reader has not taken yet."""
 
-    def __init__(self, num_completions: int) -> None:
-        self.over = asyncio.get_running_loop().create_future()
-        """Done once all completions have ended, or an error is here."""
-        self._num_unfinished = num_completions
+    def __init__(self) -> None:
         self._deliveries: list[Delivery] = []
         self._has_some = asyncio.Event()
 
     def put(self, delivery: Delivery) -> None:
         self._deliveries.append(delivery)
         self._has_some.set()
-        if isinstance(delivery, Exception):
-            self._num_unfinished = 0
-        elif delivery.completion is not None:
-            self._num_unfinished -= 1
-        if self._num_unfinished <= 0 and not self.over.done():
-            self.over.set_result(None)
 
     async def received(self) -> list[TokenEvent]:
         """All events, at least one. Raises an error as soon as it is the first."""

@@ -23,14 +23,15 @@ class Detokenizer:
         self._context = 0  # decoding starts here: a tokenizer may write a token differently at the start of a text
         self._num_shown = 0
 
-    def add(self, token: int, stops: Sequence[str] = ()) -> None:
-        """Append a token: `text` grows by the characters that are complete, in which stop strings may end."""
-        self._tokens.append(token)
-        num_before, end = len(self.text), len(self._tokens)
-        more, is_long = self._after_safe(end), end - self._safe >= SILENT_TOKENS
-        if is_long and more.endswith(REPLACEMENT):
-            # A character has at most four tokens: one of these four ends is between two, or no character is here
-            for end in range(len(self._tokens) - 4, len(self._tokens) - 8, -1):
+    def add(self, tokens: Sequence[int], stops: Sequence[str] = ()) -> None:
+        """Append tokens: `text` grows by the characters that are complete, in which stop strings may end."""
+        self._tokens += tokens
+        num_before, num_tokens = len(self.text), len(self._tokens)
+        end, is_long = num_tokens, num_tokens - self._safe >= SILENT_TOKENS
+        more = self._after_safe(end)
+        if more.endswith(REPLACEMENT):
+            # A character has at most four tokens: one of these ends is between two, or no character is here
+            for end in range(num_tokens - 1, max(self._safe, num_tokens - SILENT_TOKENS), -1):
                 more = self._after_safe(end)
                 if not more.endswith(REPLACEMENT):
                     break

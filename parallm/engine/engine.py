@@ -80,6 +80,8 @@ class Engine:
         self.scheduler = Scheduler(self.memory, self._queues, self.kv_budget.max_rows, self._flush)
         self.prefill = make_prefill(model, streams, self._loras, self.memory, settings, adapters.holds)
         self._preparations = self.memory.compilations()
+        self._is_holding_events = False
+        self._held: dict[Sequence, None] = {}  # with tokens that no event has told, in the order of their first
         self._warned: set[str] = set()  # of models that computed NaN in a rollout
         self._num_requests = 0
         self._at_work: list[Sequence] | None = None  # sequences of the unit at work; None between units
@@ -137,6 +139,13 @@ class Engine:
     def resume(self, traffic: TrafficClass) -> None:
         queue = self._queues[traffic]
         queue.is_paused = queue.is_blocked = False
+
+    def hold_events(self, is_holding: bool) -> None:
+        """Emit the events held back. From now on a stream's events but the first and the last are held until the next
+        call of this, or each is emitted with its step."""
+        self._is_holding_events = is_holding
+        held, self._held = self._held, {}
+        self._emit_all(one.event(self.model.tokenizer) for one in held if one.finish_reason is None)
 
     def reset_caches(self) -> None:
         """Free memory that only saves work: the prefix cache, LoRA weights of versions and MLX's free buffers."""
@@ -337,6 +346,9 @@ class Engine:
         shown = [sequence for sequence in sequences if sequence.has_event]
         ended = [sequence for sequence in shown if sequence.finish_reason is not None]
         failures = self._failures(ended)
+        if self._is_holding_events:
+            self._held |= dict.fromkeys(one for one in shown if one.has_begun_to_stream)
+            shown = [sequence for sequence in shown if not sequence.has_begun_to_stream]
         # first of all: sampled tokens are emitted, whatever fails later
         self._emit_all(one.event(self.model.tokenizer) for one in shown if one.request.request_id not in failures)
         if not ended:

@@ -240,14 +240,19 @@ class Sequence:
                 self.finish_reason = "stop"
 
     def _has_stopped(self, token: int, tokenizer: ChatTokenizer) -> bool:
-        """Add a token to the text, if that is of interest before the end; whether a stop string is part of it now."""
+        """Whether a stop string is part of the text with this token."""
         sampling = self.request.sampling
-        if not (self.is_streaming or sampling.stop):
+        if not sampling.stop:
             return False
         if self._detokenizer is None:
             self._detokenizer = Detokenizer(tokenizer)
-        self._detokenizer.add(token, sampling.stop if len(self.tokens) >= sampling.min_tokens else ())
+        self._detokenizer.add((token,), sampling.stop if len(self.tokens) >= sampling.min_tokens else ())
         return self._detokenizer.stop_at is not None
+
+    @property
+    def has_begun_to_stream(self) -> bool:
+        """Whether its next event may come later, with more tokens: it is neither the first nor the last."""
+        return self._num_emitted > 0 and self.finish_reason is None
 
     @property
     def has_event(self) -> bool:
@@ -256,10 +261,12 @@ class Sequence:
 
     def event(self, tokenizer: ChatTokenizer) -> TokenEvent:
         """Tokens and text since the last event, of which there is one if `has_event`."""
+        if self.is_streaming and not self.request.sampling.stop:
+            self._detokenize(tokenizer)
         new, self._num_emitted = slice(self._num_emitted, None), len(self.tokens)
         completion = self._completion(tokenizer, self.finish_reason) if self.finish_reason else None
         text = completion.text if completion else ""
-        if self._detokenizer is not None and self.is_streaming:
+        if self.is_streaming and self._detokenizer is not None:
             so_far = text if completion else self._detokenizer.certain(self.request.sampling.stop)
             text = self._detokenizer.unshown(so_far)
         return TokenEvent(
@@ -271,6 +278,13 @@ class Sequence:
             text=text,
             completion=completion,
         )
+
+    def _detokenize(self, tokenizer: ChatTokenizer) -> None:
+        """Add the tokens since the last event to the text, all at once."""
+        if self._detokenizer is None:
+            self._detokenizer = Detokenizer(tokenizer)
+        end = len(self.tokens) - self._has_end_token(tokenizer)
+        self._detokenizer.add(self.tokens[self._num_emitted : end])
 
     def _completion(self, tokenizer: ChatTokenizer, finish_reason: FinishReason) -> Completion:
         return Completion(
@@ -298,9 +312,13 @@ class Sequence:
     def _final_text(self, tokenizer: ChatTokenizer) -> str:
         if self._detokenizer is not None:
             return self._detokenizer.final()
-        end_tokens = (*self.request.sampling.stop_token_ids, *tokenizer.eos_token_ids)
-        is_ended = self.finish_reason == "stop" and bool(self.tokens) and self.tokens[-1] in end_tokens
-        return tokenizer.decode(self.tokens[:-1] if is_ended else self.tokens)
+        return tokenizer.decode(self.tokens[: len(self.tokens) - self._has_end_token(tokenizer)])
+
+    def _has_end_token(self, tokenizer: ChatTokenizer) -> bool:
+        """Whether it has ended with a token that is no part of its text."""
+        if self.finish_reason != "stop" or not self.tokens:
+            return False
+        return self.tokens[-1] in (*self.request.sampling.stop_token_ids, *tokenizer.eos_token_ids)
 
 
 def make_sequences(

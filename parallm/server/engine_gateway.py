@@ -51,7 +51,7 @@ class EngineGateway:
         self._catalog = catalog
         self._traces = traces
         self._listeners = listeners
-        self._coalescer = StreamCoalescer(settings.coalesce_ms)
+        self._coalescer = StreamCoalescer(engine, settings.coalesce_ms)
         self.is_paused = False
         self._settled = asyncio.Event()
         """Set when no request runs, and at the end of a pause."""
@@ -94,16 +94,11 @@ class EngineGateway:
                     timer.count_event(event)
                     yield event
                 return
-            num_events = 0
             with self._in_flight(request):
                 async with aclosing(self._engine.stream(request)) as events:
                     async for event in events:
                         timer.count_event(event)
                         yield event
-                        num_events += 1
-                        if num_events >= timer.num_unfinished > 0:  # each unfinished completion has had an event
-                            num_events = 0
-                            await self._coalescer.wait(self._engine.over(request.request_id))
             self._notify(request, timer.completions)
 
     async def completions(self, request: GenerationRequest) -> AsyncGenerator[Completion, None]:
@@ -214,39 +209,27 @@ class EngineGateway:
 
 
 class StreamCoalescer:
-    """Makes many open streams send less often: all at the same moment, with more text each time.
+    """Makes many open streams send less often: all at the same moment, with more text each time."""
 
-    The engine joins the events that a stream misses while it waits into one.
-    """
-
-    def __init__(self, coalesce_ms: float) -> None:
+    def __init__(self, engine: EngineClient, coalesce_ms: float) -> None:
+        self._engine = engine
         self._seconds = coalesce_ms / 1000
         self._num_streams = 0
-        self._tick: asyncio.Future[None] | None = None
 
     @contextmanager
     def stream(self) -> Iterator[None]:
-        self._num_streams += 1
+        self._count(1)
         try:
             yield
         finally:
-            self._num_streams -= 1
+            self._count(-1)
 
-    async def wait(self, over: asyncio.Future[None]) -> None:
-        """Wait for the next tick, which all streams share, or for the end of this stream; return at once while there
-        are few."""
-        if not self._seconds or self._num_streams <= MANY_STREAMS:
-            return
-        if self._tick is None:
-            loop = asyncio.get_running_loop()
-            self._tick = loop.create_future()
-            loop.call_later(self._seconds, self._end_tick)
-        await asyncio.wait((self._tick, over), return_when=asyncio.FIRST_COMPLETED)
-
-    def _end_tick(self) -> None:
-        assert self._tick is not None, "each tick ends once"
-        self._tick.set_result(None)
-        self._tick = None
+    def _count(self, change: int) -> None:
+        were_many = self._num_streams > MANY_STREAMS
+        self._num_streams += change
+        are_many = self._num_streams > MANY_STREAMS
+        if self._seconds and were_many != are_many:
+            self._engine.coalesce(self._seconds if are_many else 0.0)
 
 
 class RequestTimer:

@@ -3,7 +3,6 @@
 `run/` passes the objects that satisfy them. The server imports neither MLX nor the trainer; tests pass small stand-ins.
 """
 
-import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
@@ -47,8 +46,8 @@ class EngineClient(Protocol):
     def stream(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
         """Yield events of all `n` completions, interleaved. Closing it aborts the request."""
 
-    def over(self, request_id: str) -> asyncio.Future[None]:
-        """Done once the end of a running request is here to be read."""
+    def coalesce(self, seconds: float) -> None:
+        """Let events of streams come together, every `seconds`, but first and last ones; 0: as tokens are sampled."""
 
     def completions(self, requests: Sequence[GenerationRequest]) -> AsyncGenerator[tuple[int, Completion], None]:
         """Yield each completion as soon as it ends, with the index of its request. Closing it aborts the requests."""

@@ -145,6 +145,20 @@ def test_aborts_cancels_pauses_and_resets_are_followed(pair: Callable[..., Pair]
     assert set(tokens_of(both.events)) == {("b", 0), ("c", 0)}
 
 
+def test_events_are_held_alike(pair: Callable[..., Pair]) -> None:
+    both = pair()
+    for name in ("a", "b"):
+        both.leader.add(request(name, 20, 40), True)
+    both.leader.hold_events(True)
+    for _ in range(3):
+        both.units(8)
+        both.leader.hold_events(True)
+    both.leader.hold_events(False)
+    both.units()
+    assert set(map(len, tokens_of(both.events).values())) == {40}
+    assert any(len(event.tokens) > 4 for event in both.events)
+
+
 def test_preemptions_are_alike(pair: Callable[..., Pair]) -> None:
     both = pair(kv_cache_bytes=5 * 96 * 512, max_context=256)
     for place in range(8):

@@ -95,9 +95,8 @@ def test_a_consumer_that_was_elsewhere_gets_what_it_missed_in_one_event(
         events: list[TokenEvent] = []
         async for event in engine.stream(ask("a", PROMPT, 12)):
             if not events:
-                over = engine.over("a")
-                assert not over.done()
-                await over
+                await idle(engine)
+                await asyncio.sleep(0)  # the last events are on their way here
             events.append(event)
         assert len(events) == 2
         assert sum((event.tokens for event in events), ()) == whole[0].tokens
@@ -444,28 +443,57 @@ def test_completions_of_two_requests_stay_apart() -> None:
     assert joined([token_event("a", 0, 1), token_event("b", 0, 2)]) == [token_event("a", 0, 1), token_event("b", 0, 2)]
 
 
-@pytest.mark.parametrize(
-    ("deliveries", "is_over"),
-    [
-        ([token_event("a", 0, 1), token_event("a", 0, 2, END)], False),
-        ([token_event("a", 0, 2, END), token_event("a", 1, 7), token_event("a", 1, 2, END)], True),
-        ([token_event("a", 0, 1), EngineStopped("it ends")], True),
-    ],
-)
-def test_requests_are_over_with_their_last_completion_or_an_error(
-    deliveries: list[TokenEvent | Exception], is_over: bool
-) -> None:
+def test_events_before_an_error_are_received_before_it() -> None:
     async def work() -> None:
-        channel = Channel(num_completions=2)
-        for delivery in deliveries:
-            channel.put(delivery)
-        assert channel.over.done() == is_over
-        *events, last = deliveries
-        if isinstance(last, Exception):
-            assert await channel.received() == events
-            with pytest.raises(EngineStopped, match="it ends"):
-                await channel.received()
-        else:
-            assert await channel.received() == deliveries
+        channel = Channel()
+        channel.put(token_event("a", 0, 1))
+        channel.put(EngineStopped("it ends"))
+        assert await channel.received() == [token_event("a", 0, 1)]
+        with pytest.raises(EngineStopped, match="it ends"):
+            await channel.received()
 
     asyncio.run(work())
+
+
+def test_coalesced_events_come_together_but_the_first_and_the_last(with_engine: Callable[..., None], ask: Ask) -> None:
+    async def work(engine: AsyncEngine, _: DeviceThread) -> None:
+        async def read(name: str) -> list[TokenEvent]:
+            return [event async for event in engine.stream(ask(name, PROMPT, 40, n=2, temperature=1.0, seed=5))]
+
+        (whole,) = [await engine.generate(ask("whole", PROMPT, 40, n=2, temperature=1.0, seed=5))]
+        for seconds in (3600.0, 0.001, 0.0):
+            engine.coalesce(seconds)
+            for events in await asyncio.gather(*map(read, "ab")):
+                for completion in whole:
+                    own = [event for event in events if event.index == completion.index]
+                    assert sum((event.tokens for event in own), ()) == completion.tokens
+                    assert sum((event.logprobs for event in own), ()) == completion.logprobs
+                    assert "".join(event.text for event in own) == completion.text
+                    assert own[-1].completion is not None
+                    assert own[-1].completion.text == completion.text
+                    if seconds > 1:
+                        assert [len(event.tokens) for event in own] == [1, 39]
+                    if not seconds:
+                        assert len(own) > 2
+        assert not engine.attached._held
+
+    with_engine(work)
+
+
+def test_held_events_come_when_streams_are_coalesced_no_longer(with_engine: Callable[..., None], ask: Ask) -> None:
+    async def work(engine: AsyncEngine, _: DeviceThread) -> None:
+        engine.coalesce(3600)
+        events = engine.stream(ask("a", PROMPT, 60))
+        num_tokens = len((await anext(events)).tokens)
+        while engine.stats().tokens_total["serving"] < 10:
+            await asyncio.sleep(0.001)
+        await engine.pause()
+        engine.coalesce(0)
+        while num_tokens < 10:
+            num_tokens += len((await asyncio.wait_for(anext(events), 5)).tokens)
+        await engine.resume()
+        async for event in events:
+            num_tokens += len(event.tokens)
+        assert num_tokens == 60
+
+    with_engine(work)

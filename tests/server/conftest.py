@@ -148,6 +148,8 @@ class EchoEngine:
     """Ids of endless requests that end with what they have."""
     is_paused: bool = False
     num_resets: int = 0
+    intervals: list[float] = field(default_factory=list)
+    """Seconds that `coalesce` got."""
 
     def stats(self) -> EngineStats:
         return STATS
@@ -183,8 +185,8 @@ class EchoEngine:
         finally:
             self.num_aborted += not is_finished
 
-    def over(self, request_id: str) -> asyncio.Future[None]:
-        return asyncio.get_running_loop().create_future()
+    def coalesce(self, seconds: float) -> None:
+        self.intervals.append(seconds)
 
     async def completions(self, requests: Sequence[GenerationRequest]) -> AsyncGenerator[tuple[int, Completion], None]:
         for index, request in enumerate(requests):

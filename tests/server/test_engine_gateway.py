@@ -1,6 +1,6 @@
 import asyncio
-import time
 from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -286,34 +286,33 @@ def test_warming_up_generates_for_growing_numbers_of_rows_that_share_nothing(cal
     assert call("POST", "/v1/warmup", json={"rows": 0}).status_code == 400
 
 
-async def waits(num_streams: int, coalesce_ms: float, *, is_first_over: bool = False) -> list[float]:
-    """Return the seconds that each stream has waited."""
-    coalescer = StreamCoalescer(coalesce_ms)
-
-    async def stream(number: int) -> float:
-        over = asyncio.get_running_loop().create_future()
-        with coalescer.stream():
-            await asyncio.sleep(0)
-            began = time.perf_counter()
-            if is_first_over and number == 0:
-                asyncio.get_running_loop().call_later(0.01, over.set_result, None)
-            await coalescer.wait(over)
-            return time.perf_counter() - began
-
-    return await asyncio.gather(*map(stream, range(num_streams)))
+def intervals(engine: Any, num_streams: int, coalesce_ms: float) -> list[float]:
+    """Return what the engine is told while streams open one after the other, and close."""
+    engine.intervals.clear()
+    coalescer = StreamCoalescer(engine, coalesce_ms)
+    with ExitStack() as streams:
+        for _ in range(num_streams):
+            streams.enter_context(coalescer.stream())
+    return list(engine.intervals)
 
 
-def test_many_streams_wait_for_the_same_tick() -> None:
-    seconds = asyncio.run(waits(MANY_STREAMS + 1, 60))
-    assert 0.05 < min(seconds) <= max(seconds) < 0.5
+def test_the_engine_hears_when_streams_become_many_and_when_they_become_few(engine: Any) -> None:
+    assert intervals(engine, MANY_STREAMS + 5, 60) == [0.06, 0.0]
 
 
-def test_a_stream_that_is_over_waits_no_longer() -> None:
-    first, *others = asyncio.run(waits(MANY_STREAMS + 1, 600, is_first_over=True))
-    assert first < 0.3
-    assert min(others) > 0.5
+def test_few_streams_are_not_coalesced_nor_are_many_with_an_interval_of_zero(engine: Any) -> None:
+    assert intervals(engine, MANY_STREAMS, 60) == intervals(engine, MANY_STREAMS + 1, 0) == []
 
 
-def test_few_streams_do_not_wait_nor_do_many_with_an_interval_of_zero() -> None:
-    assert max(asyncio.run(waits(MANY_STREAMS, 1000))) < 0.5
-    assert max(asyncio.run(waits(MANY_STREAMS + 1, 0))) < 0.5
+def test_streams_count_while_they_are_open(engine: Any) -> None:
+    gateway = gateway_of(engine)
+
+    async def read(number: int) -> None:
+        async for _ in gateway.stream(replace(REQUEST, request_id=f"cmpl-r{number}#0")):
+            pass
+
+    async def main() -> None:
+        await asyncio.gather(*map(read, range(MANY_STREAMS + 1)))
+
+    asyncio.run(main())
+    assert engine.intervals == [ServerSettings().coalesce_ms / 1000, 0.0]
