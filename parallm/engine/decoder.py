@@ -19,8 +19,8 @@ from parallm.engine.sampling.sampler import RowSampling, SampledTokens, read_alt
 from parallm.engine.sequence import PrefillJob, Sequence
 from parallm.engine.speculation import Speculation
 from parallm.model.chat.tokenizer import ChatTokenizer
-from parallm.model.kernels.cuda import interned_array
 from parallm.model.kernels.gather import take_rows
+from parallm.model.kernels.host_memory import uploaded
 from parallm.model.lora.selector import LoraSelector
 from parallm.model.shared_model import SharedModel
 from parallm.types import TopLogprob
@@ -52,14 +52,14 @@ class Step:
 
     def arrays(self) -> list[mx.array]:
         """The arrays that `read` reads."""
-        return [self.sampled.output_2B, *self.sampled.top, *([] if self.fed_F is None else [self.fed_F])]
+        return [*self.sampled.arrays(), *([] if self.fed_F is None else [self.fed_F])]
 
     def read(self, tokenizer: ChatTokenizer) -> tuple[list[Sequence], int]:
-        """Append each sequence's tokens, waiting for the device; returns the sequences that got some, and how many
+        """Append each sequence's tokens, once `arrays` are evaluated; returns the sequences that got some, and how many
         tokens these are."""
-        tokens_B, bits_B = np.array(self.sampled.output_2B)
+        tokens_B, logprobs_B = self.sampled.read()
         tops = read_alternatives(self.sampled.top, len(tokens_B))
-        rows = tokens_B.tolist(), bits_B.view(np.float32).tolist(), tops
+        rows = tokens_B.tolist(), logprobs_B.tolist(), tops
         if self.fed_F is not None:
             return self._read_drafts(rows, self.fed_F.tolist(), tokenizer)
         read: list[Sequence] = []
@@ -218,4 +218,4 @@ class Decoder:
         rows = tuple(row_of[sequence] for sequence in sequences)
         if rows == tuple(range(len(rows))):
             return tokens_B[: len(rows)]
-        return take_rows(tokens_B[:, None], interned_array(rows, mx.int32))[:, 0]
+        return take_rows(tokens_B[:, None], uploaded(np.array(rows, np.int32)))[:, 0]

@@ -19,6 +19,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+import numpy.typing as npt
 
 from parallm.device.memory import device_memory
 from parallm.engine.decode_batch import Structure
@@ -33,6 +34,7 @@ from parallm.model.kernels.cuda import has_kernels, listed_kernels, on_cuda
 from parallm.model.kernels.decode_attention import RotaryAngles
 from parallm.model.kernels.flash_attention import MAX_CHUNKS, attend_pages, fits_pages, page_tiles
 from parallm.model.kernels.gather import take_rows
+from parallm.model.kernels.host_memory import uploaded
 from parallm.model.kernels.page_write import PAGE, write_pages
 from parallm.model.kernels.rotary import Rotation
 from parallm.model.lora.linear import LoraBinding
@@ -265,7 +267,7 @@ class FlatPrefill:
         done = [(job, end - 1) for (job, _), end in zip(plan, ends, strict=True) if job.num_computed == len(job.tokens)]
         if not done:
             return [*computed, hidden_MH[:1]]
-        logits_SV = self._model.head(take_rows(hidden_MH, mx.array([last for _, last in done])))
+        logits_SV = self._model.head(take_rows(hidden_MH, _int32([last for _, last in done])))
         for row, (job, _) in enumerate(done):
             assert job.table is not None, "a job that was computed"
             job.logits_V = logits_SV[row, ...]
@@ -376,5 +378,5 @@ def _is_among(adapter: Adapter | None, adapters: Ordered[Adapter | None]) -> boo
     return any(adapter is one for one in adapters)
 
 
-def _int32(*parts: np.ndarray) -> mx.array:
-    return mx.array(np.concatenate(parts).astype(np.int32))
+def _int32(*parts: npt.ArrayLike) -> mx.array:
+    return uploaded(np.concatenate(parts).astype(np.int32))

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import mlx.core as mx
+import numpy as np
 
 from parallm.engine.decode_batch import row_bucket
 from parallm.engine.flat_prefill import list_kernels as list_flat_prefill
@@ -17,6 +18,7 @@ from parallm.model.kernels.compiler import Specialization
 from parallm.model.kernels.cuda import has_kernels, listed_kernels
 from parallm.model.kernels.delta_chunks import with_any_rows
 from parallm.model.kernels.gather import take_in_groups, take_rows
+from parallm.model.kernels.host_memory import uploaded
 from parallm.model.kernels.page_copy import copy_pages
 from parallm.model.kernels.page_write import PAGE
 from parallm.model.kernels.slot_copy import can_copy, copy_out, copy_to_slots
@@ -91,6 +93,8 @@ def _paged_step(model: SharedModel, rows: int, positions: int) -> None:
 
 def _sampling(logits_1V: mx.array) -> None:
     """Build the graph of sampling: as it comes, and from logits that are processed, which are float32, and filtered."""
+    uploaded(np.zeros(1, np.int32))
+    uploaded(np.zeros(1, np.float32))
     ones_1, limits_1, tokens_1 = mx.ones(1), mx.ones(1, mx.uint64), mx.zeros(1, mx.int32)
     for chosen_1V in (logits_1V, logits_1V.astype(mx.float32)):
         for uniforms_12 in (None, mx.zeros((1, 2))):

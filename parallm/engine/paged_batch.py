@@ -22,6 +22,7 @@ from parallm.engine.kv.paged_cache import PagedCache, Pool
 from parallm.engine.kv.slot_manager import fill
 from parallm.engine.sequence import PrefillJob, Sequence
 from parallm.model.kernels.cuda import MIN_ON_DEVICE, interned_array
+from parallm.model.kernels.host_memory import uploaded
 from parallm.model.kernels.page_copy import copy_pages
 from parallm.model.kernels.page_write import PAGE
 from parallm.model.lora.linear import LoraBinding
@@ -165,7 +166,7 @@ class PagedDecodeBatch:
 class TableIndices:
     """Tables and lengths of a step's rows as arrays on the device, where both stay until a table changes.
 
-    A GPU fetches host memory when a kernel first reads it, so both come as one array. Lengths are counted there.
+    Both come as one array. Lengths are counted there.
     """
 
     def __init__(self) -> None:
@@ -173,7 +174,6 @@ class TableIndices:
         self._has_changed = True
         self._lengths: npt.NDArray[np.int32] = np.empty(0, np.int32)
         self._num_running = 0
-        self._uploaded = mx.array([], mx.int32)  # held, so that its copy does not take its place
         self._growth: npt.NDArray[np.int32] = np.empty(0, np.int32)
         self._tables_BN = self._lengths_B = self._growth_B = mx.array([], mx.int32)
 
@@ -199,9 +199,7 @@ class TableIndices:
             tables = np.full((num_rows, width), SCRATCH, np.int32)
             known = self._tables[:num_running, :width]
             tables[: known.shape[0], : known.shape[1]] = known
-            self._uploaded = mx.array(np.concatenate([tables.ravel(), all_lengths]))
-            # A copy on the device, as each layer's blocks wait for it: MLX keeps what the host has written where it was
-            copied = mx.abs(self._uploaded)
+            copied = uploaded(np.concatenate([tables.ravel(), all_lengths]))
             self._tables_BN, self._lengths_B = copied[: tables.size].reshape(tables.shape), copied[tables.size :]
             self._has_changed = False
         else:

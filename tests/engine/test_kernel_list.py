@@ -7,6 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 import pytest
 from mlx_lm.models.llama import Model, ModelArgs
 from mlx_lm.utils import load_tokenizer
@@ -24,7 +25,7 @@ from parallm.model import load
 from parallm.model.adapters.adapter import Adapter
 from parallm.model.adapters.table import AdapterTable
 from parallm.model.chat.tokenizer import ChatTokenizer
-from parallm.model.kernels import cuda
+from parallm.model.kernels import cuda, host_memory
 from parallm.model.kernels.all_sum import PeerMemory
 from parallm.model.kernels.columns import memory_of
 from parallm.model.kernels.compiler import Defines, Specialization
@@ -70,6 +71,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> dict[Specialization, None]:
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, lambda value=value: value)
     monkeypatch.setattr(cuda, "_kernel", launch)
+    monkeypatch.setattr(host_memory, "_page_locked", lambda size: np.zeros(size, np.int32))
     monkeypatch.setattr(load, "choose_dtype", lambda *_, **__: mx.bfloat16)
     monkeypatch.setattr(flat_prefill, "try_flash_attention", lambda *_: None)
     return launches

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from parallm.engine.sampling.filters import Filters, filtered, filters_of
 from parallm.model.kernels.cuda import has_kernels, interned_array
+from parallm.model.kernels.host_memory import HostResult, uploaded
 from parallm.model.kernels.token_draw import draw_tokens, score_tokens
 from parallm.model.logprobs import Softmax, softmax_of
 from parallm.model.shared_model import SharedModel
@@ -32,14 +33,20 @@ class SampledTokens:
     """Lazy arrays of one step."""
 
     tokens_B: mx.array
-    output_2B: mx.array
-    """The tokens, and the bits of their log-probabilities, int32: one array to read that no further step uses."""
+    output_2B: mx.array | HostResult
+    """The tokens, and the bits of their log-probabilities, int32."""
     top: Sequence[mx.array]
     """See `alternatives`."""
 
-    def logprobs(self) -> mx.array:
-        """(B,)."""
-        return self.output_2B[1].view(mx.float32)
+    def arrays(self) -> list[mx.array]:
+        """What to evaluate before a read."""
+        return [self.tokens_B if isinstance(self.output_2B, HostResult) else self.output_2B, *self.top]
+
+    def read(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+        """Tokens and log-probabilities, (B,) each, once `arrays` are evaluated."""
+        is_there = isinstance(self.output_2B, HostResult)
+        tokens_B, bits_B = self.output_2B.read() if is_there else np.array(self.output_2B)
+        return tokens_B, bits_B.view(np.float32)
 
 
 class Noise:
@@ -126,7 +133,7 @@ def _sample_by_kernel(
     uniforms_B2 = None if rows.all_greedy else rows.noise.uniforms(positions_B)
     tokens_B, output_2B = draw_tokens(chosen_BV, rows.temperatures_B, uniforms_B2)
     if chosen_BV is not logits_BV:
-        output_2B = score_tokens(logits_BV, rows.temperatures_B, tokens_B)
+        tokens_B, output_2B = score_tokens(logits_BV, rows.temperatures_B, tokens_B)
     count = rows.max_alternatives
     top = alternatives(softmax_of(logits_BV, rows.temperatures_B), count) if count else ()
     return SampledTokens(tokens_B=tokens_B, output_2B=output_2B, top=top)
@@ -161,7 +168,7 @@ def _uniforms(seeds_B: npt.NDArray[np.uint64], positions_NB: npt.NDArray[np.uint
     below the total."""
     bits_NB = mix_all(seeds_B, positions_NB)
     pairs_NB2 = np.stack([bits_NB >> np.uint64(40), bits_NB & np.uint64(0xFFFFFF)], axis=-1)
-    return mx.array(pairs_NB2.astype(np.float32) * np.float32(2.0**-24))
+    return uploaded(pairs_NB2.astype(np.float32) * np.float32(2.0**-24))
 
 
 def alternatives(softmax: Softmax, count: int) -> Sequence[mx.array]:

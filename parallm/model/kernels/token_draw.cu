@@ -1,4 +1,5 @@
-// One token of each row of logits (N, V), and its log-probability after temperature; see token_draw.py.
+// One token of each row of logits (N, V), and its log-probability after temperature; see token_draw.py. Both go to
+// page-locked memory of the host, too, whose address comes in two halves.
 // T type of the logits, VECTOR values that a thread may read at once.
 
 struct alignas(sizeof(T) * VECTOR) Vector {
@@ -12,7 +13,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) token_draw(const T* logits
 #if GIVEN
                                                                  const int* given,
 #endif
-                                                                 int* tokens, int* packed, int rows) {
+                                                                 int* tokens, int rows, int low, int high) {
   using Fixed = unsigned long long;
   constexpr unsigned all = 0xffffffffu;
   constexpr int each = 8, span = 32 * each, spans = (V + span - 1) / span, warps = THREADS / 32;
@@ -152,6 +153,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) token_draw(const T* logits
     token = given[row];
 #endif
     float sum = is_broken ? __int_as_float(0x7fc00000) : float(double(total) / one);
+    int* packed = reinterpret_cast<int*>(uint64_t(uint32_t(high)) << 32 | uint32_t(low));
     tokens[row] = token;
     packed[row] = token;
     packed[rows + row] = __float_as_int(float(values[token]) * scale - (most + logf(sum)));

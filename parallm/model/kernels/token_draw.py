@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from parallm.model.kernels.cuda import VECTOR_BYTES, kernel
+from parallm.model.kernels.host_memory import HostResult
 
 VALUES_OF_LANE, SPAN = 8, 256
 MAX_WARPS = 32
@@ -19,7 +20,7 @@ MAX_WARPS = 32
 
 def draw_tokens(
     logits_BV: mx.array, temperatures_B: mx.array, uniforms_B2: mx.array | None
-) -> tuple[mx.array, mx.array]:
+) -> tuple[mx.array, HostResult]:
     """A token of each row (B,), and tokens and the bits of their log-probabilities, (2, B), both int32.
 
     `uniforms_B2` are multiples of 2**-24 in [0, 1). A row of temperature 0 takes its first most likely token, as every
@@ -29,14 +30,14 @@ def draw_tokens(
     return _launch(logits_BV, [temperatures_B, *([] if uniforms_B2 is None else [uniforms_B2])], has_draws=has_draws)
 
 
-def score_tokens(logits_BV: mx.array, temperatures_B: mx.array, tokens_B: mx.array) -> mx.array:
-    """The second result of `draw_tokens` for tokens that are known, int32."""
-    return _launch(logits_BV, [temperatures_B, tokens_B], is_given=True)[1]
+def score_tokens(logits_BV: mx.array, temperatures_B: mx.array, tokens_B: mx.array) -> tuple[mx.array, HostResult]:
+    """`draw_tokens` for tokens that are known, int32."""
+    return _launch(logits_BV, [temperatures_B, tokens_B], is_given=True)
 
 
 def _launch(
     logits_BV: mx.array, arrays: Sequence[mx.array], *, has_draws: bool = False, is_given: bool = False
-) -> tuple[mx.array, mx.array]:
+) -> tuple[mx.array, HostResult]:
     rows, vocabulary = logits_BV.shape
     threads = 32 * min(MAX_WARPS, -(-vocabulary // SPAN))
     defines = (
@@ -47,12 +48,13 @@ def _launch(
         ("DRAWS", has_draws),
         ("GIVEN", is_given),
     )
-    tokens_B, output_2B = kernel("token_draw", defines)(
+    output_2B = HostResult((2, rows))
+    (tokens_B,) = kernel("token_draw", defines)(
         [logits_BV, *arrays],
-        [rows],
+        [rows, *output_2B.halves()],
         grid=(rows * threads, 1, 1),
         threadgroup=(threads, 1, 1),
-        output_shapes=[(rows,), (2, rows)],
-        output_dtypes=[mx.int32] * 2,
+        output_shapes=[(rows,)],
+        output_dtypes=[mx.int32],
     )
     return tokens_B, output_2B

@@ -29,6 +29,7 @@ from parallm.model.kernels import (
     gated_delta_step,
     gated_norm,
     gather,
+    host_memory,
     page_copy,
     paged_attention,
     quantized_gemm,
@@ -46,6 +47,7 @@ from parallm.model.kernels.decode_attention import RotaryAngles, append_and_atte
 from parallm.model.kernels.flash_attention import PackedSequences, attend_pages, page_tiles
 from parallm.model.kernels.gather import take_in_groups, take_known_rows, take_rows
 from parallm.model.kernels.grouped_gemm import grouped_gemm, grouped_gemm_plus, list_tiles
+from parallm.model.kernels.host_memory import uploaded
 from parallm.model.kernels.page_write import PAGE, write_pages
 from parallm.model.kernels.rotary import Rotation, rotated
 from parallm.model.kernels.segmented_lora import GroupOutput, ShrinkOutput, shrink
@@ -187,6 +189,11 @@ def draw(dtype: mx.Dtype, *, vocabulary: int) -> None:
     draw_tokens(logits, temperatures, None)
     draw_tokens(logits, temperatures, mx.zeros((3, 2)))
     score_tokens(logits, temperatures, mx.zeros(3, mx.int32))
+
+
+def upload(_: mx.Dtype) -> None:
+    uploaded(np.zeros(300, np.int32))
+    uploaded(np.zeros(300, np.float32))
 
 
 def filter_tokens(dtype: mx.Dtype) -> None:
@@ -448,6 +455,7 @@ FACES: dict[str, Face] = {
     "attend by warpgroups": lambda dtype: attend_by_warpgroups(dtype, 64),
     "attend by warpgroups, a key for each query": lambda dtype: attend_by_warpgroups(dtype, 64, repeats=1),
     "attend by warpgroups, large heads": lambda dtype: attend_by_warpgroups(dtype, 128),
+    "upload": upload,
     "draw": lambda dtype: draw(dtype, vocabulary=500),
     "draw from a vocabulary of whole vectors": lambda dtype: draw(dtype, vocabulary=128_256),
     "filter": filter_tokens,
@@ -540,6 +548,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
         gated_delta_step,
         gated_norm,
         gather,
+        host_memory,
         paged_attention,
         segmented_lora,
         short_conv,
