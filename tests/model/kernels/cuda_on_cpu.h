@@ -150,9 +150,15 @@ auto exchange(const Value& own, Result result) {
   __syncwarp();
   return found;
 }
-float __shfl_xor_sync(unsigned, float own, int mask) {
+template <typename Value>
+Value __shfl_xor_sync(unsigned, Value own, int mask) {
   const int lane = threadIdx.x % 32;
   return exchange(own, [=](auto of) { return of(lane ^ mask); });
+}
+template <typename Value>
+Value __shfl_up_sync(unsigned, Value own, int step) {
+  const int lane = threadIdx.x % 32;
+  return exchange(own, [=](auto of) { return of(lane < step ? lane : lane - step); });
 }
 int atomicAdd(int* at, int more) { return (*at += more) - more; }
 unsigned atomicInc(unsigned* at, unsigned limit) {
@@ -163,6 +169,7 @@ unsigned atomicInc(unsigned* at, unsigned limit) {
 template <typename Value>
 Value __ldcg(const Value* at) { return *at; }
 float __int_as_float(int bits) { return reinterpret_cast<float&>(bits); }
+int __float_as_int(float x) { return reinterpret_cast<int&>(x); }
 float __uint_as_float(unsigned bits) { return reinterpret_cast<float&>(bits); }
 unsigned __float_as_uint(float x) { return reinterpret_cast<unsigned&>(x); }
 

@@ -10,11 +10,13 @@ import pytest
 from parallm.engine.sampling import sampler
 from parallm.engine.sampling.filters import filtered
 from parallm.engine.sampling.sampler import row_sampling, sample
+from parallm.model.kernels import token_draw
 from parallm.model.kernels.cuda import has_kernels
 from parallm.model.kernels.host_memory import HostResult
 from parallm.model.kernels.token_draw import SPAN, VALUES_OF_LANE, draw_tokens, score_tokens
 from parallm.model.logprobs import softmax_of, token_logprobs
 from parallm.types import SamplingParams
+from tests.model.kernels.cuda_on_cpu import CpuKernels
 
 Floats = npt.NDArray[np.float32]
 LANES = SPAN // VALUES_OF_LANE
@@ -157,10 +159,23 @@ def test_a_token_is_never_drawn_with_weight_zero_and_always_at_the_ends() -> Non
     assert set(drawn) == {1, 3}
 
 
+@pytest.mark.skipif(has_kernels(), reason="the kernel itself is tested below")
+@pytest.mark.parametrize("vocabulary", [37, 256, 700, 4096])
+def test_the_kernel_compiled_for_a_cpu_computes_what_the_emulation_does(
+    vocabulary: int, compiled: CpuKernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(token_draw, "kernel", compiled)
+    compare(vocabulary, mx.float32)
+
+
 @pytest.mark.skipif(not has_kernels(), reason="CUDA kernels")
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16, mx.float32])
 @pytest.mark.parametrize("vocabulary", [37, 256, 700, 4096, 128_256, 151_936, 262_144])
 def test_the_kernel_computes_what_the_emulation_does(vocabulary: int, dtype: mx.Dtype) -> None:
+    compare(vocabulary, dtype)
+
+
+def compare(vocabulary: int, dtype: mx.Dtype) -> None:
     random, rows = np.random.default_rng(vocabulary), 9
     logits_BV = mx.array(random.normal(size=(rows, vocabulary)).astype(np.float32) * 3).astype(dtype)
     temperatures_B = mx.array([0.0, 1.0, 0.7, 1.3, 0.0, 1.0, 1.0, 2.0, 1.0])
