@@ -11,10 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
+import numpy as np
 
 from parallm.engine.kv.shapes import EMPTY
 from parallm.model.kernels.cuda import MIN_ON_DEVICE, interned_array, on_cuda
 from parallm.model.kernels.decode_attention import RotaryAngles
+from parallm.model.kernels.host_memory import uploaded
 from parallm.model.kernels.paged_attention import PagePlan, plan_pages
 from parallm.model.kernels.rotary import Rotation
 
@@ -170,11 +172,8 @@ class AttentionMetadata:
 
 
 class StepIndices:
-    """Lengths and slots of a step's rows as arrays, counted on the device where the rows stay.
-
-    A GPU fetches host memory page by page when a kernel first reads it, which takes as long as several layers of a
-    small model. When rows join or leave, both come as one array.
-    """
+    """Lengths and slots of a step's rows as arrays, counted on the device where the rows stay. When rows join or leave,
+    both come as one array."""
 
     def __init__(self) -> None:
         self._slots: list[int] = []
@@ -191,7 +190,7 @@ class StepIndices:
             self._lengths_B = self._lengths_B + self._growth_B
         else:
             self._slots, self._growth = list(slots), []
-            both = mx.array([*_filled(slots), *_filled(lengths)], mx.int32)
+            both = uploaded(np.array([*_filled(slots), *_filled(lengths)], np.int32))
             self._slots_B, self._lengths_B = both[: both.size // 2], both[both.size // 2 :]
         self._lengths = list(lengths)
         if len(slots) >= MIN_ON_DEVICE:
