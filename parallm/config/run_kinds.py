@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any, Literal, Protocol
 
-from parallm.environment.settings import ArithmeticSettings, EnvironmentSettings
+from parallm.environment.settings import ArithmeticSettings, EnvironmentSettings, Gsm8kSettings, MixedSettings
 from parallm.learner.loss.objective import resolve_objective
 from parallm.learner.settings import LearnerSettings
 from parallm.metrics.settings import MetricsSettings
@@ -119,6 +119,13 @@ def wrong_evaluation(run: RunParts) -> Iterator[str]:
         )
 
 
+def may_have_turns(environment: EnvironmentSettings) -> bool:
+    """Whether episodes of such environments may have several turns, as far as the settings tell."""
+    if isinstance(environment, MixedSettings):
+        return any(may_have_turns(part.environment) for part in environment.parts.values())
+    return not isinstance(environment, ArithmeticSettings | Gsm8kSettings)
+
+
 SWITCHES: Mapping[str, tuple[str, Callable[[RunParts], bool]]] = {
     "learner.data_reward_min": ("learner=sft", lambda run: kind_of(run) == "sft"),
     "learner.center_scores": ("learner=reward_model", lambda run: kind_of(run) == "reward_model"),
@@ -127,6 +134,7 @@ SWITCHES: Mapping[str, tuple[str, Callable[[RunParts], bool]]] = {
         for key in ("pooling", "scale", "dimensions")
     },
     "rollout.switch_in_flight": ("trainer.max_off_policy_steps", lambda run: run.trainer.max_off_policy_steps > 0),
+    "rollout.max_turns": ("an environment of several turns", lambda run: may_have_turns(run.environment)),
     "rollout.overlong_weight": ("rollout.overlong_buffer", lambda run: run.rollout.overlong_buffer > 0),
     "rollout.reward_model.weight": (
         "rollout.reward_model.adapter",

@@ -69,6 +69,10 @@ def test_learner_and_rollout_make_the_kind_of_a_run(values: dict[str, Any], kind
             "rollout.reward_model.weight=2.0 has no effect without rollout.reward_model.adapter",
         ),
         (
+            {"environment": {"name": "gsm8k"}, "rollout": {"max_turns": 3}},
+            "rollout.max_turns=3 has no effect without an environment of several turns",
+        ),
+        (
             {"trainer": {"publish_margin": 0.1}},
             "trainer.publish_margin=0.1 has no effect without trainer.publish_if=evaluation",
         ),
@@ -131,12 +135,21 @@ def test_keys_of_what_is_on_are_not_named() -> None:
     assert [*keys_of_what_is_off(given.server, given.registry, given.metrics)] == []
 
 
+CALCULATOR = {"name": "calculator"}
+
+
 def test_what_has_an_effect_is_not_named() -> None:
     rollout = {"temperature": 0.7, "overlong_buffer": 8, "overlong_weight": 2.0, "switch_in_flight": True}
     trainer = {"max_off_policy_steps": 2, "publish_if": "evaluation", "publish_margin": 0.1}
     assert [*keys_without_effect(config(rollout=rollout, trainer=trainer))] == []
     live = {"source": "live", "group_size": 4, "max_tokens": 9, "live": {"wait_seconds": 1, "weights": {"thumbs": 2.0}}}
     assert [*keys_without_effect(config(rollout=live, trainer={"max_off_policy_steps": 2}))] == []
+    for environment in (
+        CALCULATOR,
+        {"name": "custom", "target": "a:B"},
+        {"name": "mixed", "parts": {"a": {"environment": {"name": "gsm8k"}}, "b": {"environment": CALCULATOR}}},
+    ):
+        assert [*keys_without_effect(config(environment=environment, rollout={"max_turns": 3}))] == []
     played = {"evaluate_on": "environment", "evaluate_samples": 8}
     assert [*keys_without_effect(config(learner={"preset": "sft", "data": "x"}, trainer=played))] == []
 
