@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import math
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import aclosing, suppress
 from dataclasses import replace
 
@@ -28,6 +29,7 @@ class AsyncEngine:
         self._channels: dict[str, Channel] = {}  # by the id that the engine knows
         self._interval = 0.0  # seconds
         self._tick: asyncio.TimerHandle | None = None
+        self._asked: Future[None] | None = None  # the last call of `hold_events`
 
     def attach(self, engine: Engine) -> None:
         """Start to serve; before this every request is refused."""
@@ -100,16 +102,17 @@ class AsyncEngine:
                     yield indices[event.request_id], event.completion
 
     def stream(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
-        """Events of all completions as they come, joined while the consumer is elsewhere; closing the iterator aborts
-        the request. Raises as `generate`."""
+        """Events of all completions as they come, or as `coalesce` says, joined while the consumer is elsewhere. Raises
+        as `generate`; closing the iterator aborts the request."""
         return self._events([request], is_streaming=True)
 
     def coalesce(self, seconds: float) -> None:
-        """From now on events of streams come together, every `seconds`, but the first and the last of each completion;
-        0: with each step."""
+        """Emit events of streams together every `seconds`; 0: with each step. The first and the last event of a
+        completion are never delayed."""
         self._interval = seconds
         if self._tick is not None:
             self._tick.cancel()
+        self._asked = None
         self._ask_for_events()
 
     async def rows(self) -> list[EngineRow]:
@@ -137,7 +140,7 @@ class AsyncEngine:
         await asyncio.to_thread(give_back_memory)
 
     def emit(self, events: list[TokenEvent]) -> None:
-        """Deliver one unit's events: one hop for all of them."""
+        """Deliver events: one hop for all of them."""
         self._hop([(event.request_id, event) for event in events])
 
     def report(self, request_ids: list[str], error: Exception) -> None:
@@ -148,9 +151,9 @@ class AsyncEngine:
 
     def _ask_for_events(self) -> None:
         interval, engine = self._interval, self._engine
-        if engine is not None:
+        if engine is not None and (self._asked is None or self._asked.done()):
             with suppress(EngineStopped):
-                self._device.call(lambda: engine.hold_events(interval > 0))
+                self._asked = self._device.call(lambda: engine.hold_events(interval > 0))
         self._tick = self._loop.call_later(interval, self._ask_for_events) if interval else None
 
     async def _events(

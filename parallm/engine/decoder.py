@@ -210,7 +210,7 @@ class Decoder:
     def _newest_tokens(self, sequences: list[Sequence]) -> mx.array:
         """(B,) int32: from the step in flight, some of whose sequences may have left, or as they were read."""
         if self.in_flight is None:
-            return mx.array([sequence.tokens[-1] for sequence in sequences], mx.int32)
+            return uploaded(np.array([sequence.tokens[-1] for sequence in sequences], np.int32))
         tokens_B = self.in_flight.sampled.tokens_B
         if self.in_flight.sequences == sequences:
             return tokens_B

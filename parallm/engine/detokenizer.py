@@ -25,22 +25,41 @@ class Detokenizer:
 
     def add(self, tokens: Sequence[int], stops: Sequence[str] = ()) -> None:
         """Append tokens: `text` grows by the characters that are complete, in which stop strings may end."""
+        num_before = len(self.text)
+        if not self._add_whole(tokens):
+            for token in tokens:
+                self._add_one(token)
+        # A match ends in new text: one that ends before came with tokens whose stop strings did not count
+        matches = [self.text.find(stop, max(0, num_before - len(stop) + 1)) for stop in stops]
+        self.stop_at = min((match for match in matches if match >= 0), default=None)
+
+    def _add_whole(self, tokens: Sequence[int]) -> bool:
+        """Append several tokens that are whole characters; False, and nothing is appended, if they are not."""
+        if len(tokens) < 2:
+            return False
+        num_before = len(self._tokens)
         self._tokens += tokens
-        num_before, num_tokens = len(self.text), len(self._tokens)
-        end, is_long = num_tokens, num_tokens - self._safe >= SILENT_TOKENS
-        more = self._after_safe(end)
-        if more.endswith(REPLACEMENT):
-            # A character has at most four tokens: one of these ends is between two, or no character is here
-            for end in range(num_tokens - 1, max(self._safe, num_tokens - SILENT_TOKENS), -1):
+        more = self._after_safe(len(self._tokens))
+        if not more or REPLACEMENT in more:
+            del self._tokens[num_before:]
+            return False
+        self.text += more
+        self._context, self._safe = self._safe, len(self._tokens)
+        return True
+
+    def _add_one(self, token: int) -> None:
+        self._tokens.append(token)
+        end = len(self._tokens)
+        more, is_long = self._after_safe(end), end - self._safe >= SILENT_TOKENS
+        if is_long and more.endswith(REPLACEMENT):
+            # A character has at most four tokens: one of these four ends is between two, or no character is here
+            for end in range(len(self._tokens) - 4, len(self._tokens) - 8, -1):
                 more = self._after_safe(end)
                 if not more.endswith(REPLACEMENT):
                     break
         if is_long or (more and not more.endswith(REPLACEMENT)):
             self.text += more
             self._context, self._safe = self._safe, end
-        # A match ends in new text: one that ends before came with tokens whose stop strings did not count
-        matches = [self.text.find(stop, max(0, num_before - len(stop) + 1)) for stop in stops]
-        self.stop_at = min((match for match in matches if match >= 0), default=None)
 
     def certain(self, stops: Sequence[str]) -> str:
         """Text so far without an end that might become a stop string."""

@@ -41,6 +41,9 @@ PATIENCE = 4
 MANY_ANSWERS = 32
 """A device that computes several prompts in one forward lets a prompt wait so, too, while as many answers run: that is
 30 ms of an 8B shape on an H200, and a forward for each prompt would stop all answers for 10 to 20."""
+HELD_STEPS = 4
+"""Steps whose held events are emitted before other work begins, which may take long. Those of fewer stay held, so that
+classes that take turns do not undo it."""
 OUT_OF_MEMORY = re.compile(
     r"out of memory|unable to allocate|insufficient memory|attempting to allocate", re.IGNORECASE
 )
@@ -48,7 +51,8 @@ OUT_OF_MEMORY = re.compile(
 
 
 class Engine:
-    """Turns requests into token events. `emit` gets the events of each unit, `report` the requests that failed."""
+    """Turns requests into token events. `emit` gets the events of each unit, or later those that `hold_events` holds,
+    `report` the requests that failed."""
 
     def __init__(
         self,
@@ -81,7 +85,8 @@ class Engine:
         self.prefill = make_prefill(model, streams, self._loras, self.memory, settings, adapters.holds)
         self._preparations = self.memory.compilations()
         self._is_holding_events = False
-        self._held: dict[Sequence, None] = {}  # with tokens that no event has told, in the order of their first
+        self._held: dict[Sequence, None] = {}  # with tokens not emitted yet, in the order of their first
+        self._num_held_steps = 0
         self._warned: set[str] = set()  # of models that computed NaN in a rollout
         self._num_requests = 0
         self._at_work: list[Sequence] | None = None  # sequences of the unit at work; None between units
@@ -141,11 +146,10 @@ class Engine:
         queue.is_paused = queue.is_blocked = False
 
     def hold_events(self, is_holding: bool) -> None:
-        """Emit the events held back. From now on a stream's events but the first and the last are held until the next
-        call of this, or each is emitted with its step."""
+        """Emit all held events. If `is_holding`, later events of a stream are held until the next call, or until other
+        work begins after several steps. The first and the last event of a completion are never held."""
         self._is_holding_events = is_holding
-        held, self._held = self._held, {}
-        self._emit_all(one.event(self.model.tokenizer) for one in held if one.finish_reason is None)
+        self._emit_held()
 
     def reset_caches(self) -> None:
         """Free memory that only saves work: the prefix cache, LoRA weights of versions and MLX's free buffers."""
@@ -191,11 +195,12 @@ class Engine:
         return len(jobs) < min(PATIENCE, self.prefill.max_jobs) and not any(job.num_computed for job in jobs)
 
     def flush(self, traffic: TrafficClass) -> None:
-        """Read what is still in flight of a class, if anything is."""
+        """Read what is still in flight of a class, if anything is, before other work begins."""
         queue = self._queues[traffic]
         self._at_work = queue.running()
         self._wait_for_prefill(queue)
         self._flush(queue)
+        self._emit_long_held()
         self._count()
         self._at_work = None
 
@@ -207,6 +212,7 @@ class Engine:
         """End the requests of the unit that raised `error`, or those of the whole class where no unit raised it. When
         memory ran out, all requests are computed again within a lower limit, as long as it can be lowered."""
         at_work, self._at_work = self._at_work, None
+        self._emit_held()
         requests = [sequence.request for queue in self._queues.values() for sequence in queue.sequences()]
         if at_work is not None and is_out_of_memory(error) and self.memory.lower(requests):
             for name in self._queues:
@@ -274,6 +280,7 @@ class Engine:
             mx.async_eval(chunks)
         self._at_work = sequences + queue.running()
         self._flush(queue)
+        self._emit_long_held()
         self._wait_for_prefill(queue)
         self._at_work = sequences
         if self._async_scheduling:  # the next chunk, or a step, is built while the device computes this one
@@ -347,8 +354,9 @@ class Engine:
         ended = [sequence for sequence in shown if sequence.finish_reason is not None]
         failures = self._failures(ended)
         if self._is_holding_events:
-            self._held |= dict.fromkeys(one for one in shown if one.has_begun_to_stream)
-            shown = [sequence for sequence in shown if not sequence.has_begun_to_stream]
+            self._num_held_steps += 1
+            self._held |= dict.fromkeys(sequence for sequence in shown if sequence.may_be_held)
+            shown = [sequence for sequence in shown if not sequence.may_be_held]
         # first of all: sampled tokens are emitted, whatever fails later
         self._emit_all(one.event(self.model.tokenizer) for one in shown if one.request.request_id not in failures)
         if not ended:
@@ -358,6 +366,14 @@ class Engine:
         if kept:
             (mx.async_eval if self._async_scheduling else mx.eval)(kept)
         self._drop(queue, lambda sequence: sequence.finish_reason is not None)
+
+    def _emit_held(self) -> None:
+        held, self._held, self._num_held_steps = self._held, {}, 0
+        self._emit_all(sequence.event(self.model.tokenizer) for sequence in held)
+
+    def _emit_long_held(self) -> None:
+        if self._num_held_steps >= HELD_STEPS:
+            self._emit_held()
 
     def _emit_all(self, events: Iterable[TokenEvent]) -> None:
         if some := list(events):
@@ -385,6 +401,7 @@ class Engine:
     def _release(self, sequences: Iterable[Sequence]) -> None:
         for sequence in sequences:
             self._adapters.release(sequence.adapter)
+            self._held.pop(sequence, None)
 
 
 def _way_out(model: str, spec: TaskSpec | None) -> str:

@@ -34,8 +34,7 @@ from parallm.model.shared_model import SharedModel
 MIN_TABLE = 4
 """Pages of the shortest table that a step is compiled for."""
 AHEAD = 32
-"""Positions for which rows get a page early when any row needs one: a new table takes a GPU as long to fetch as layers
-of a small model take."""
+"""Positions for which rows get a page early when any row needs one, so that tables change in few steps."""
 
 logger = logging.getLogger(__name__)
 

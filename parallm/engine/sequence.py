@@ -250,7 +250,7 @@ class Sequence:
         return self._detokenizer.stop_at is not None
 
     @property
-    def has_begun_to_stream(self) -> bool:
+    def may_be_held(self) -> bool:
         """Whether its next event may come later, with more tokens: it is neither the first nor the last."""
         return self._num_emitted > 0 and self.finish_reason is None
 

@@ -480,6 +480,92 @@ def test_coalesced_events_come_together_but_the_first_and_the_last(with_engine: 
     with_engine(work)
 
 
+def test_held_tokens_come_before_other_work_that_may_take_long(with_engine: Callable[..., None], ask: Ask) -> None:
+    async def work(engine: AsyncEngine, device: DeviceThread) -> None:
+        engine.coalesce(3600)
+        events = engine.stream(ask("a", PROMPT, 200))
+        num_tokens = len((await anext(events)).tokens)
+        held = threading.Event()
+
+        def units() -> Iterator[None]:  # of a learner, which ends once it has seen the tokens
+            while not held.is_set():
+                time.sleep(0.002)
+                yield
+
+        update = device.iterate(units())
+        while num_tokens < 20:
+            num_tokens += len((await asyncio.wait_for(anext(events), 5)).tokens)
+        assert num_tokens < 200
+        held.set()
+        await asyncio.wrap_future(update)
+        await events.aclose()
+
+    with_engine(work)
+
+
+def test_a_cancelled_or_aborted_stream_leaves_no_held_events(with_engine: Callable[..., None], ask: Ask) -> None:
+    async def work(engine: AsyncEngine, _: DeviceThread) -> None:
+        engine.coalesce(3600)
+        cancelled = engine.stream(ask("a", PROMPT, 480))
+        aborted = engine.stream(ask("b", PROMPT, 480))
+        events = [await anext(cancelled), await anext(aborted)][:1]
+        while engine.stats().tokens_total["serving"] < 40:
+            await asyncio.sleep(0.001)
+        await aborted.aclose()
+        await engine.cancel(["a"])
+        events += [event async for event in cancelled]
+        completion = events[-1].completion
+        assert completion is not None
+        assert completion.finish_reason == "abort"
+        assert sum((event.tokens for event in events), ()) == completion.tokens
+        assert "".join(event.text for event in events) == completion.text
+        await idle(engine)
+        assert not engine.attached._held
+
+    with_engine(work)
+
+
+def test_tokens_before_an_error_come_before_it(
+    with_engine: Callable[..., None], ask: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work(engine: AsyncEngine, _: DeviceThread) -> None:
+        engine.coalesce(3600)
+        num_steps, decode = 0, Engine._decode
+
+        def failing(self: Engine, traffic: Any) -> bool:
+            nonlocal num_steps
+            num_steps += 1
+            if num_steps == 12:
+                raise ValueError("a step fails")
+            return decode(self, traffic)
+
+        monkeypatch.setattr(Engine, "_decode", failing)
+        tokens: list[int] = []
+
+        async def read() -> None:
+            async for event in engine.stream(ask("a", PROMPT, 100)):
+                tokens.extend(event.tokens)
+
+        with pytest.raises(EngineStopped, match="a step fails"):
+            await read()
+        assert len(tokens) >= 10
+
+    with_engine(work)
+
+
+def test_streams_may_be_coalesced_before_there_is_an_engine_and_after_its_end() -> None:
+    async def work() -> None:
+        device = DeviceThread(Governor(serving_share=0.7, engine_share=0.5))
+        engine = AsyncEngine(device, asyncio.get_running_loop())
+        engine.coalesce(0.001)
+        await asyncio.sleep(0.01)
+        device.stop()
+        await asyncio.sleep(0.01)
+        engine.coalesce(0)
+
+    asyncio.run(work())
+
+
 def test_held_events_come_when_streams_are_coalesced_no_longer(with_engine: Callable[..., None], ask: Ask) -> None:
     async def work(engine: AsyncEngine, _: DeviceThread) -> None:
         engine.coalesce(3600)

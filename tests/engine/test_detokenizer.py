@@ -1,7 +1,9 @@
 """Text that grows token by token."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
+import numpy as np
 import pytest
 from mlx_lm.utils import load_tokenizer
 
@@ -75,8 +77,23 @@ def test_text_of_several_tokens_at_once_is_that_of_one_after_the_other(text: str
             for token in tokens[start : start + size]:
                 single.add([token])
             assert "\ufffd" not in growing.text
-            assert len(single.text) - len(growing.text) <= 0
-        assert growing.text == single.text == text
+            assert growing.text == single.text
+        assert growing.text == text
+
+
+def test_text_does_not_depend_on_how_tokens_come_together(tokenizer: ChatTokenizer) -> None:
+    random = np.random.default_rng(0)
+    *_, broken = tokenizer.encode("🙂")
+    some = [*tokenizer.encode("é🙂 ok 東京 12 + 12"), broken, broken]
+    for _ in range(200):
+        tokens, grouped, single = random.choice(some, 60).tolist(), Detokenizer(tokenizer), Detokenizer(tokenizer)
+        ends = [0, *sorted(random.choice(60, 8).tolist()), 60]
+        for start, end in pairwise(ends):
+            grouped.add(tokens[start:end])
+            for token in tokens[start:end]:
+                single.add([token])
+            assert grouped.text == single.text
+        assert grouped.final() == single.final()
 
 
 def test_a_stop_string_that_did_not_count_does_not_count_later(tokenizer: ChatTokenizer) -> None:

@@ -72,6 +72,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> dict[Specialization, None]:
                 monkeypatch.setattr(module, name, lambda value=value: value)
     monkeypatch.setattr(cuda, "_kernel", launch)
     monkeypatch.setattr(host_memory, "_page_locked", lambda size: np.zeros(size, np.int32))
+    monkeypatch.setattr(host_memory, "_memory", host_memory.HostMemory())
     monkeypatch.setattr(load, "choose_dtype", lambda *_, **__: mx.bfloat16)
     monkeypatch.setattr(flat_prefill, "try_flash_attention", lambda *_: None)
     return launches

@@ -44,8 +44,8 @@ class SampledTokens:
 
     def read(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
         """Tokens and log-probabilities, (B,) each, once `arrays` are evaluated."""
-        is_there = isinstance(self.output_2B, HostResult)
-        tokens_B, bits_B = self.output_2B.read() if is_there else np.array(self.output_2B)
+        result = self.output_2B
+        tokens_B, bits_B = result.read() if isinstance(result, HostResult) else np.array(result)
         return tokens_B, bits_B.view(np.float32)
 
 

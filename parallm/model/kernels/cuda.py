@@ -166,6 +166,11 @@ def listed_kernels() -> Iterator[dict[Specialization, None]]:
         _listed.reset(token)
 
 
+def is_listing() -> bool:
+    """Whether kernels are only listed."""
+    return _listed.get() is not None
+
+
 def _float32(number: float) -> float:
     """The nearest number that MLX takes as a scalar."""
     rounded: float = struct.unpack("<f", struct.pack("<f", number))[0]

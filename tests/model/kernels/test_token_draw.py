@@ -78,7 +78,7 @@ def emulated(
     tokens = np.array([token for token, _ in rows], np.int32)
     bits = np.array([logprob for _, logprob in rows], np.float32).view(np.int32)
     result = HostResult((2, len(rows)))
-    result._memory.numbers[: 2 * len(rows)] = [*tokens, *bits]
+    result._numbers[: 2 * len(rows)] = [*tokens, *bits]
     return mx.array(tokens), result
 
 
