@@ -20,6 +20,7 @@ from parallm.device.streams import DeviceStreams
 from parallm.engine.decoder import Decoder, Step
 from parallm.engine.kv.budget import max_context
 from parallm.engine.memory import make_memory
+from parallm.engine.outbox import Outbox
 from parallm.engine.prefill import make_prefill
 from parallm.engine.scheduler import RequestQueue, Scheduler
 from parallm.engine.sequence import PrefillJob, Sequence, make_sequences
@@ -41,9 +42,6 @@ PATIENCE = 4
 MANY_ANSWERS = 32
 """A device that computes several prompts in one forward lets a prompt wait so, too, while as many answers run: that is
 30 ms of an 8B shape on an H200, and a forward for each prompt would stop all answers for 10 to 20."""
-HELD_STEPS = 4
-"""Steps whose held events are emitted before other work begins, which may take long. Those of fewer stay held, so that
-classes that take turns do not undo it."""
 OUT_OF_MEMORY = re.compile(
     r"out of memory|unable to allocate|insufficient memory|attempting to allocate", re.IGNORECASE
 )
@@ -72,7 +70,7 @@ class Engine:
         self._adapters = adapters
         self._streams = streams
         self._loras = LoraSelector(model)
-        self._emit = emit
+        self._outbox = Outbox(model.tokenizer, emit)
         self._report = report
         self._async_scheduling = async_scheduling
         self.speculation = make_speculation(settings.speculation, model)
@@ -84,9 +82,6 @@ class Engine:
         self.scheduler = Scheduler(self.memory, self._queues, self.kv_budget.max_rows, self._flush)
         self.prefill = make_prefill(model, streams, self._loras, self.memory, settings, adapters.holds)
         self._preparations = self.memory.compilations()
-        self._is_holding_events = False
-        self._held: dict[Sequence, None] = {}  # with tokens not emitted yet, in the order of their first
-        self._num_held_steps = 0
         self._warned: set[str] = set()  # of models that computed NaN in a rollout
         self._num_requests = 0
         self._at_work: list[Sequence] | None = None  # sequences of the unit at work; None between units
@@ -122,13 +117,12 @@ class Engine:
 
     def cancel(self, *request_ids: str) -> None:
         """`abort`, and emit what these requests have so far, as completions that end with `abort`."""
-        events = []
-        for sequence in [sequence for queue in self._queues.values() for sequence in queue.sequences()]:
-            if sequence.request.request_id in request_ids:
-                sequence.finish_reason = "abort"
-                events.append(sequence.event(self.model.tokenizer))
+        sequences = [sequence for queue in self._queues.values() for sequence in queue.sequences()]
+        cancelled = [sequence for sequence in sequences if sequence.request.request_id in request_ids]
+        for sequence in cancelled:
+            sequence.finish_reason = "abort"
         self.abort(*request_ids)
-        self._emit_all(events)
+        self._outbox.put(cancelled)
 
     def rows(self) -> list[EngineRow]:
         """Return all completions that decode or wait."""
@@ -148,8 +142,8 @@ class Engine:
     def hold_events(self, is_holding: bool) -> None:
         """Emit all held events. If `is_holding`, later events of a stream are held until the next call, or until other
         work begins after several steps. The first and the last event of a completion are never held."""
-        self._is_holding_events = is_holding
-        self._emit_held()
+        self._outbox.is_holding = is_holding
+        self._outbox.flush()
 
     def reset_caches(self) -> None:
         """Free memory that only saves work: the prefix cache, LoRA weights of versions and MLX's free buffers."""
@@ -200,7 +194,7 @@ class Engine:
         self._at_work = queue.running()
         self._wait_for_prefill(queue)
         self._flush(queue)
-        self._emit_long_held()
+        self._outbox.flush_before_other_work()
         self._count()
         self._at_work = None
 
@@ -212,7 +206,7 @@ class Engine:
         """End the requests of the unit that raised `error`, or those of the whole class where no unit raised it. When
         memory ran out, all requests are computed again within a lower limit, as long as it can be lowered."""
         at_work, self._at_work = self._at_work, None
-        self._emit_held()
+        self._outbox.flush()
         requests = [sequence.request for queue in self._queues.values() for sequence in queue.sequences()]
         if at_work is not None and is_out_of_memory(error) and self.memory.lower(requests):
             for name in self._queues:
@@ -280,7 +274,7 @@ class Engine:
             mx.async_eval(chunks)
         self._at_work = sequences + queue.running()
         self._flush(queue)
-        self._emit_long_held()
+        self._outbox.flush_before_other_work()
         self._wait_for_prefill(queue)
         self._at_work = sequences
         if self._async_scheduling:  # the next chunk, or a step, is built while the device computes this one
@@ -311,7 +305,7 @@ class Engine:
                 sequence.end_unsampled()
             queue.waiting.remove(job)
             self._release(job.sequences)
-            self._emit_all([sequence.event(self.model.tokenizer) for sequence in job.sequences])
+            self._outbox.put(job.sequences)
 
     def _decode(self, traffic: TrafficClass) -> bool:
         """Launch the next step of all sequences and read the one before, or both of one; False without either."""
@@ -353,12 +347,8 @@ class Engine:
         shown = [sequence for sequence in sequences if sequence.has_event]
         ended = [sequence for sequence in shown if sequence.finish_reason is not None]
         failures = self._failures(ended)
-        if self._is_holding_events:
-            self._num_held_steps += 1
-            self._held |= dict.fromkeys(sequence for sequence in shown if sequence.may_be_held)
-            shown = [sequence for sequence in shown if not sequence.may_be_held]
         # first of all: sampled tokens are emitted, whatever fails later
-        self._emit_all(one.event(self.model.tokenizer) for one in shown if one.request.request_id not in failures)
+        self._outbox.put(sequence for sequence in shown if sequence.request.request_id not in failures)
         if not ended:
             return
         self._give_up(failures)
@@ -366,18 +356,6 @@ class Engine:
         if kept:
             (mx.async_eval if self._async_scheduling else mx.eval)(kept)
         self._drop(queue, lambda sequence: sequence.finish_reason is not None)
-
-    def _emit_held(self) -> None:
-        held, self._held, self._num_held_steps = self._held, {}, 0
-        self._emit_all(sequence.event(self.model.tokenizer) for sequence in held)
-
-    def _emit_long_held(self) -> None:
-        if self._num_held_steps >= HELD_STEPS:
-            self._emit_held()
-
-    def _emit_all(self, events: Iterable[TokenEvent]) -> None:
-        if some := list(events):
-            self._emit(some)
 
     def _failures(self, sequences: Iterable[Sequence]) -> dict[str, NotFinite]:
         """Errors of clients' requests with a broken sequence, by request id; warns of broken rollouts."""
@@ -401,7 +379,7 @@ class Engine:
     def _release(self, sequences: Iterable[Sequence]) -> None:
         for sequence in sequences:
             self._adapters.release(sequence.adapter)
-            self._held.pop(sequence, None)
+            self._outbox.drop(sequence)
 
 
 def _way_out(model: str, spec: TaskSpec | None) -> str:

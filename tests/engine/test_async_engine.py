@@ -475,7 +475,7 @@ def test_coalesced_events_come_together_but_the_first_and_the_last(with_engine: 
                         assert [len(event.tokens) for event in own] == [1, 39]
                     if not seconds:
                         assert len(own) > 2
-        assert not engine.attached._held
+        assert not engine.attached._outbox._held
 
     with_engine(work)
 
@@ -520,7 +520,7 @@ def test_a_cancelled_or_aborted_stream_leaves_no_held_events(with_engine: Callab
         assert sum((event.tokens for event in events), ()) == completion.tokens
         assert "".join(event.text for event in events) == completion.text
         await idle(engine)
-        assert not engine.attached._held
+        assert not engine.attached._outbox._held
 
     with_engine(work)
 
