@@ -19,8 +19,8 @@ from parallm.engine.sampling.sampler import RowSampling, SampledTokens, read_alt
 from parallm.engine.sequence import PrefillJob, Sequence
 from parallm.engine.speculation import Speculation
 from parallm.model.chat.tokenizer import ChatTokenizer
+from parallm.model.kernels.cuda import uploaded
 from parallm.model.kernels.gather import take_rows
-from parallm.model.kernels.host_memory import uploaded
 from parallm.model.lora.selector import LoraSelector
 from parallm.model.shared_model import SharedModel
 from parallm.types import TopLogprob

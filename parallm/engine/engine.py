@@ -20,7 +20,6 @@ from parallm.device.streams import DeviceStreams
 from parallm.engine.decoder import Decoder, Step
 from parallm.engine.kv.budget import max_context
 from parallm.engine.memory import make_memory
-from parallm.engine.outbox import Outbox
 from parallm.engine.prefill import make_prefill
 from parallm.engine.scheduler import RequestQueue, Scheduler
 from parallm.engine.sequence import PrefillJob, Sequence, make_sequences
@@ -30,6 +29,7 @@ from parallm.errors import EngineFull, EngineStopped, InvalidRequest, NotFinite,
 from parallm.model.adapters.adapter import Adapter
 from parallm.model.adapters.names import versioned
 from parallm.model.adapters.table import AdapterTable
+from parallm.model.chat.tokenizer import ChatTokenizer
 from parallm.model.lora.selector import LoraSelector
 from parallm.model.shared_model import SharedModel
 from parallm.types import TASK_ROUTES, EngineRow, GenerationRequest, TaskSpec, TokenEvent, TrafficClass
@@ -42,6 +42,9 @@ PATIENCE = 4
 MANY_ANSWERS = 32
 """A device that computes several prompts in one forward lets a prompt wait so, too, while as many answers run: that is
 30 ms of an 8B shape on an H200, and a forward for each prompt would stop all answers for 10 to 20."""
+LONG_STEPS = 4
+"""Steps whose held events are emitted before other work begins, which may take long. Those of fewer stay held, so that
+classes that take turns do not undo it."""
 OUT_OF_MEMORY = re.compile(
     r"out of memory|unable to allocate|insufficient memory|attempting to allocate", re.IGNORECASE
 )
@@ -380,6 +383,43 @@ class Engine:
         for sequence in sequences:
             self._adapters.release(sequence.adapter)
             self._outbox.drop(sequence)
+
+
+class Outbox:
+    """Events of sequences on their way out: with each step, or several steps of a stream together."""
+
+    def __init__(self, tokenizer: ChatTokenizer, emit: Callable[[list[TokenEvent]], None]) -> None:
+        self.is_holding = False
+        """Whether events wait for `flush`, but for the first and the last one of each completion."""
+        self._tokenizer = tokenizer
+        self._emit = emit
+        self._held: dict[Sequence, None] = {}  # with tokens not emitted yet, in the order of their first
+        self._num_steps = 0  # whose events are held
+
+    def put(self, sequences: Iterable[Sequence]) -> None:
+        """Take sequences with new tokens, or an end, of one step."""
+        if self.is_holding:
+            self._num_steps += 1
+            new = list(sequences)
+            self._held |= dict.fromkeys(sequence for sequence in new if sequence.may_be_held)
+            sequences = [sequence for sequence in new if not sequence.may_be_held]
+        if events := [sequence.event(self._tokenizer) for sequence in sequences]:
+            self._emit(events)
+
+    def drop(self, sequence: Sequence) -> None:
+        """Forget a sequence that has ended, or whose request nobody waits for."""
+        self._held.pop(sequence, None)
+
+    def flush(self) -> None:
+        """Emit what is held."""
+        held, self._held, self._num_steps = self._held, {}, 0
+        if held:
+            self._emit([sequence.event(self._tokenizer) for sequence in held])
+
+    def flush_before_other_work(self) -> None:
+        """Emit what is held of several steps."""
+        if self._num_steps >= LONG_STEPS:
+            self.flush()
 
 
 def _way_out(model: str, spec: TaskSpec | None) -> str:

@@ -30,11 +30,10 @@ from parallm.engine.paged_memory import PagedMemory
 from parallm.engine.sequence import PrefillJob
 from parallm.engine.settings import EngineSettings
 from parallm.model.adapters.adapter import Adapter
-from parallm.model.kernels.cuda import has_kernels, listed_kernels, on_cuda
+from parallm.model.kernels.cuda import has_kernels, listed_kernels, on_cuda, uploaded
 from parallm.model.kernels.decode_attention import RotaryAngles
 from parallm.model.kernels.flash_attention import MAX_CHUNKS, attend_pages, fits_pages, page_tiles
 from parallm.model.kernels.gather import take_rows
-from parallm.model.kernels.host_memory import uploaded
 from parallm.model.kernels.page_write import PAGE, write_pages
 from parallm.model.kernels.rotary import Rotation
 from parallm.model.lora.linear import LoraBinding

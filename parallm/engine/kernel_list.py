@@ -15,10 +15,9 @@ from parallm.engine.memory import has_pages
 from parallm.engine.settings import EngineSettings
 from parallm.model.adapters.adapter import Adapter
 from parallm.model.kernels.compiler import Specialization
-from parallm.model.kernels.cuda import has_kernels, listed_kernels
+from parallm.model.kernels.cuda import has_kernels, listed_kernels, uploaded
 from parallm.model.kernels.delta_chunks import with_any_rows
 from parallm.model.kernels.gather import take_in_groups, take_rows
-from parallm.model.kernels.host_memory import uploaded
 from parallm.model.kernels.page_copy import copy_pages
 from parallm.model.kernels.page_write import PAGE
 from parallm.model.kernels.slot_copy import can_copy, copy_out, copy_to_slots

@@ -21,8 +21,7 @@ from parallm.engine.kv.block_pool import SCRATCH, BlockPool, BlockTable
 from parallm.engine.kv.paged_cache import PagedCache, Pool
 from parallm.engine.kv.slot_manager import fill
 from parallm.engine.sequence import PrefillJob, Sequence
-from parallm.model.kernels.cuda import MIN_ON_DEVICE, interned_array
-from parallm.model.kernels.host_memory import uploaded
+from parallm.model.kernels.cuda import MIN_ON_DEVICE, interned_array, uploaded
 from parallm.model.kernels.page_copy import copy_pages
 from parallm.model.kernels.page_write import PAGE
 from parallm.model.lora.linear import LoraBinding

@@ -14,9 +14,8 @@ import mlx.core as mx
 import numpy as np
 
 from parallm.engine.kv.shapes import EMPTY
-from parallm.model.kernels.cuda import MIN_ON_DEVICE, interned_array, on_cuda
+from parallm.model.kernels.cuda import MIN_ON_DEVICE, interned_array, on_cuda, uploaded
 from parallm.model.kernels.decode_attention import RotaryAngles
-from parallm.model.kernels.host_memory import uploaded
 from parallm.model.kernels.paged_attention import PagePlan, plan_pages
 from parallm.model.kernels.rotary import Rotation
 

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from parallm.engine.sampling.filters import Filters, filtered, filters_of
-from parallm.model.kernels.cuda import has_kernels, interned_array
-from parallm.model.kernels.host_memory import HostResult, uploaded
+from parallm.model.kernels.cuda import has_kernels, interned_array, uploaded
+from parallm.model.kernels.host_memory import HostResult
 from parallm.model.kernels.token_draw import draw_tokens, score_tokens
 from parallm.model.logprobs import Softmax, softmax_of
 from parallm.model.shared_model import SharedModel

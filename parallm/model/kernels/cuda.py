@@ -15,6 +15,7 @@ from functools import cache, lru_cache
 
 import mlx.core as mx
 
+from parallm.model.kernels import host_memory
 from parallm.model.kernels.columns import memory_of
 from parallm.model.kernels.compiler import CompileError, Defines, NoCompiler, Specialization, cubin
 from parallm.model.kernels.module_cache import put_module
@@ -25,6 +26,7 @@ Size3 = tuple[int, int, int]
 VECTOR_BYTES = 16  # what a thread reads at once, `Pack` in pack.cuh
 MIN_ON_DEVICE = 3  # numbers of 32 bits: MLX keeps arrays of 8 bytes and less in the host's memory, far from kernels
 MAX_INTERNED = 512
+UPLOAD_THREADS, MAX_UPLOAD_BLOCKS = 256, 64
 OLDEST = 80  # architecture whose instructions the kernels use
 MAX_SHARED_KIBIBYTES = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227}
 """The shared memory that a block may have, by architecture; 99 in others."""
@@ -166,11 +168,6 @@ def listed_kernels() -> Iterator[dict[Specialization, None]]:
         _listed.reset(token)
 
 
-def is_listing() -> bool:
-    """Whether kernels are only listed."""
-    return _listed.get() is not None
-
-
 def _float32(number: float) -> float:
     """The nearest number that MLX takes as a scalar."""
     rounded: float = struct.unpack("<f", struct.pack("<f", number))[0]
@@ -186,3 +183,29 @@ def interned_array(numbers: tuple[Number, ...] | tuple[tuple[Number, ...], ...],
     as the temperatures of as many rows.
     """
     return mx.array(numbers, dtype)
+
+
+def uploaded(numbers: host_memory.Numbers) -> mx.array:
+    """The same numbers on the device, int32 or float32: for numbers that a step needs once.
+
+    Not for use inside a function that MLX compiles, which would copy from the same memory again when other numbers are
+    there.
+    """
+    if not has_kernels() or not numbers.size:
+        return mx.array(numbers)
+    dtype = getattr(mx, numbers.dtype.name)
+    copy = kernel("from_host", (("T", dtype),))
+    if _listed.get() is not None:
+        return mx.zeros(numbers.shape, dtype)
+    memory = host_memory.staged(numbers)
+    blocks = min(MAX_UPLOAD_BLOCKS, -(-numbers.size // UPLOAD_THREADS))
+    (array,) = copy(
+        [],
+        [numbers.size, *host_memory.halves(memory)],
+        grid=(blocks * UPLOAD_THREADS, 1, 1),
+        threadgroup=(UPLOAD_THREADS, 1, 1),
+        output_shapes=[numbers.shape],
+        output_dtypes=[dtype],
+    )
+    host_memory.keep_until_copied(memory, array)
+    return array

@@ -1,9 +1,9 @@
-"""Numbers that go from the host to the device and back, through page-locked memory that kernels read and write.
+"""Page-locked memory of the host, which kernels read and write where it is.
 
 MLX keeps what the host writes or reads in managed memory, whose pages move to the side that touches them: a kernel of a
 decode step waits 0.15 ms for one on an H200. And where a new array takes memory that was the device's, MLX copies it
 and may wait for all that the device computes. Page-locked memory stays where it is. MLX does not know it, so a kernel
-gets its address as two scalars.
+gets its address as two scalars. Without a GPU the memory is ordinary.
 
 Launches of one thread run in order, on one stream: memory serves the launches of a thread one after the other.
 """
@@ -19,23 +19,19 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from parallm.model.kernels.cuda import has_kernels, is_listing, kernel, on_cuda
-
 PORTABLE, DEVICE_MAP = 1, 2  # of cuMemHostAlloc
 MIN_NUMBERS = 256
 SLAB = 1 << 18
 """Numbers that are locked at once: the driver takes long for each time."""
 UPLOADS = 16
 """Uploads of about one size before memory is used again, more than the steps in flight have."""
-THREADS = 256  # of a block
-MAX_BLOCKS = 64
 
 Memory = npt.NDArray[np.int32]
 Numbers = npt.NDArray[np.int32] | npt.NDArray[np.float32]
 
 
 class HostMemory(threading.local):
-    """The page-locked memory of a thread. Nothing is given back, because a kernel may still use it."""
+    """The memory of a thread. Nothing is given back, because a kernel may still use it."""
 
     def __init__(self) -> None:
         self.of_results: defaultdict[int, list[Memory]] = defaultdict(list)
@@ -47,12 +43,31 @@ class HostMemory(threading.local):
     def allocate(self, size: int) -> Memory:
         """New memory for `size` numbers. Raises MemoryError."""
         if size > len(self._slab):
-            self._slab = _page_locked(max(size, SLAB)) if on_cuda() else np.zeros(max(size, SLAB), np.int32)
+            self._slab = _page_locked(max(size, SLAB))
         memory, self._slab = self._slab[:size], self._slab[size:]
         return memory
 
 
 _memory = HostMemory()
+
+
+def staged(numbers: Numbers) -> Memory:
+    """Memory that holds these numbers for a kernel that copies them; call `keep_until_copied` next. Waits for the copy
+    of what the memory held before. Raises MemoryError."""
+    size = _size_for(numbers.size)
+    uploads = _memory.of_uploads[size]
+    if len(uploads) < UPLOADS:
+        memory = _memory.allocate(size)
+    else:
+        memory, before = uploads.popleft()
+        mx.eval(before)
+    memory[: numbers.size] = numbers.reshape(-1).view(np.int32)
+    return memory
+
+
+def keep_until_copied(memory: Memory, copy: mx.array) -> None:
+    """Use memory of `staged` again only when `copy` is evaluated."""
+    _memory.of_uploads[len(memory)].append((memory, copy))
 
 
 class HostResult:
@@ -67,53 +82,26 @@ class HostResult:
         weakref.finalize(self, free.append, self._numbers)
 
     def halves(self) -> tuple[int, int]:
-        return _halves(self._numbers)
+        return halves(self._numbers)
 
     def read(self) -> Memory:
         """A copy."""
         return self._numbers[: math.prod(self._shape)].reshape(self._shape).copy()
 
 
-def uploaded(numbers: Numbers) -> mx.array:
-    """The same numbers on the device, int32 or float32. Not for use inside a function that MLX compiles, which would
-    copy from the same memory again when other numbers are there."""
-    if not has_kernels() or not numbers.size:
-        return mx.array(numbers)
-    dtype = getattr(mx, numbers.dtype.name)
-    fetch = kernel("from_host", (("T", dtype),))
-    if is_listing():
-        return mx.zeros(numbers.shape, dtype)
-    size = _size_for(numbers.size)
-    uploads = _memory.of_uploads[size]
-    if len(uploads) < UPLOADS:
-        memory = _memory.allocate(size)
-    else:
-        memory, before = uploads.popleft()
-        mx.eval(before)
-    memory[: numbers.size] = numbers.reshape(-1).view(np.int32)
-    (array,) = fetch(
-        [],
-        [numbers.size, *_halves(memory)],
-        grid=(min(MAX_BLOCKS, -(-numbers.size // THREADS)) * THREADS, 1, 1),
-        threadgroup=(THREADS, 1, 1),
-        output_shapes=[numbers.shape],
-        output_dtypes=[dtype],
-    )
-    uploads.append((memory, array))
-    return array
+def halves(memory: Memory) -> tuple[int, int]:
+    """The address, its lower 32 bits first, as kernels take it."""
+    low, high = np.array([memory.ctypes.data], np.uint64).view(np.int32).tolist()
+    return low, high
 
 
 def _size_for(count: int) -> int:
     return max(MIN_NUMBERS, 1 << max(count - 1, 0).bit_length())
 
 
-def _halves(memory: Memory) -> tuple[int, int]:
-    """The address, its lower 32 bits first, as kernels take it."""
-    low, high = np.array([memory.ctypes.data], np.uint64).view(np.int32).tolist()
-    return low, high
-
-
 def _page_locked(size: int) -> Memory:
+    if not mx.cuda.is_available():
+        return np.zeros(size, np.int32)
     mx.eval(mx.zeros(1))  # gives this thread a context of CUDA
     pointer = ctypes.c_void_p()
     status = _driver().cuMemHostAlloc(ctypes.byref(pointer), ctypes.c_size_t(4 * size), PORTABLE | DEVICE_MAP)

@@ -150,13 +150,14 @@ auto exchange(const Value& own, Result result) {
   __syncwarp();
   return found;
 }
+// internal, as ranks have lanes of their own
 template <typename Value>
-Value __shfl_xor_sync(unsigned, Value own, int mask) {
+static Value __shfl_xor_sync(unsigned, Value own, int mask) {
   const int lane = threadIdx.x % 32;
   return exchange(own, [=](auto of) { return of(lane ^ mask); });
 }
 template <typename Value>
-Value __shfl_up_sync(unsigned, Value own, int step) {
+static Value __shfl_up_sync(unsigned, Value own, int step) {
   const int lane = threadIdx.x % 32;
   return exchange(own, [=](auto of) { return of(lane < step ? lane : lane - step); });
 }

@@ -7,9 +7,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from parallm.model.kernels import host_memory
-from parallm.model.kernels.cuda import has_kernels, listed_kernels
-from parallm.model.kernels.host_memory import UPLOADS, HostMemory, HostResult, uploaded
+from parallm.model.kernels import cuda, host_memory
+from parallm.model.kernels.cuda import has_kernels, listed_kernels, uploaded
+from parallm.model.kernels.host_memory import UPLOADS, HostMemory, HostResult
 from tests.model.kernels.cuda_on_cpu import CpuKernels
 
 
@@ -23,8 +23,8 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> HostMemory:
 def kernels(compiled: CpuKernels, monkeypatch: pytest.MonkeyPatch) -> CpuKernels:
     if has_kernels():
         pytest.skip("the kernel itself is tested below")
-    monkeypatch.setattr(host_memory, "has_kernels", lambda: True)
-    monkeypatch.setattr(host_memory, "kernel", compiled)
+    monkeypatch.setattr(cuda, "has_kernels", lambda: True)
+    monkeypatch.setattr(cuda, "kernel", compiled)
     return compiled
 
 
@@ -71,7 +71,7 @@ def test_memory_is_not_used_again_before_it_was_fetched() -> None:
 
 
 def test_an_upload_that_is_only_listed_takes_no_memory(memory: HostMemory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_memory, "has_kernels", lambda: True)
+    monkeypatch.setattr(cuda, "has_kernels", lambda: True)
     with listed_kernels() as kernels:
         assert uploaded(np.ones((2, 3), np.float32)).tolist() == [[0.0] * 3] * 2
     assert [name for name, _ in kernels] == ["from_host"]
@@ -80,7 +80,7 @@ def test_an_upload_that_is_only_listed_takes_no_memory(memory: HostMemory, monke
 
 def test_without_kernels_and_without_numbers_mlx_makes_the_array(monkeypatch: pytest.MonkeyPatch) -> None:
     assert uploaded(np.zeros((0, 4), np.int32)).shape == (0, 4)
-    monkeypatch.setattr(host_memory, "has_kernels", lambda: False)
+    monkeypatch.setattr(cuda, "has_kernels", lambda: False)
     assert uploaded(np.arange(4, dtype=np.int32)).tolist() == [0, 1, 2, 3]
 
 

@@ -29,7 +29,6 @@ from parallm.model.kernels import (
     gated_delta_step,
     gated_norm,
     gather,
-    host_memory,
     page_copy,
     paged_attention,
     quantized_gemm,
@@ -43,11 +42,11 @@ from parallm.model.kernels import (
 )
 from parallm.model.kernels.columns import Columns, columns_of, flat_rows, memory_of, place_of, shaped
 from parallm.model.kernels.compiler import CompileError, Defines, compile_log, source_of
+from parallm.model.kernels.cuda import uploaded
 from parallm.model.kernels.decode_attention import RotaryAngles, append_and_attend
 from parallm.model.kernels.flash_attention import PackedSequences, attend_pages, page_tiles
 from parallm.model.kernels.gather import take_in_groups, take_known_rows, take_rows
 from parallm.model.kernels.grouped_gemm import grouped_gemm, grouped_gemm_plus, list_tiles
-from parallm.model.kernels.host_memory import uploaded
 from parallm.model.kernels.page_write import PAGE, write_pages
 from parallm.model.kernels.rotary import Rotation, rotated
 from parallm.model.kernels.segmented_lora import GroupOutput, ShrinkOutput, shrink
@@ -548,7 +547,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
         gated_delta_step,
         gated_norm,
         gather,
-        host_memory,
+        cuda,
         paged_attention,
         segmented_lora,
         short_conv,
