@@ -52,8 +52,8 @@ OUT_OF_MEMORY = re.compile(
 
 
 class Engine:
-    """Turns requests into token events. `emit` gets the events of each unit, or later those that `hold_events` holds,
-    `report` the requests that failed."""
+    """Turns requests into token events. `emit` gets the events of each unit, those of streams later if `hold_events` says
+    so. `report` gets the requests that failed."""
 
     def __init__(
         self,
@@ -397,17 +397,18 @@ class Outbox:
         self._num_steps = 0  # whose events are held
 
     def put(self, sequences: Iterable[Sequence]) -> None:
-        """Take sequences with new tokens, or an end, of one step."""
+        """Take the sequences that have new tokens, or have ended, after one step."""
         if self.is_holding:
-            self._num_steps += 1
             new = list(sequences)
-            self._held |= dict.fromkeys(sequence for sequence in new if sequence.may_be_held)
-            sequences = [sequence for sequence in new if not sequence.may_be_held]
+            held = dict.fromkeys(sequence for sequence in new if sequence.may_be_held)
+            self._num_steps += bool(held)
+            self._held |= held
+            sequences = [sequence for sequence in new if sequence not in held]
         if events := [sequence.event(self._tokenizer) for sequence in sequences]:
             self._emit(events)
 
     def drop(self, sequence: Sequence) -> None:
-        """Forget a sequence that has ended, or whose request nobody waits for."""
+        """Forget a sequence that has ended or was aborted."""
         self._held.pop(sequence, None)
 
     def flush(self) -> None:

@@ -164,7 +164,7 @@ class PagedDecodeBatch:
 class TableIndices:
     """Tables and lengths of a step's rows as arrays on the device, where both stay until a table changes.
 
-    Both come as one array. Lengths are counted there.
+    Both are uploaded as one array. Afterwards the device counts lengths itself.
     """
 
     def __init__(self) -> None:

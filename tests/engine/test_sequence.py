@@ -4,11 +4,12 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from parallm.engine.engine import LONG_STEPS, Outbox
 from parallm.engine.sequence import Sequence as EngineSequence
 from parallm.engine.sequence import make_sequences
 from parallm.model.chat.tokenizer import ChatTokenizer
 from parallm.model.shared_model import SharedModel
-from parallm.types import Completion, GenerationRequest, SamplingParams
+from parallm.types import Completion, GenerationRequest, SamplingParams, TokenEvent
 
 END = 1
 
@@ -114,6 +115,24 @@ def test_a_character_that_stays_incomplete_is_shown_at_the_end(tokenizer: ChatTo
     assert completion.text == "".join(pieces)
     assert completion.text[0] == "a"
     assert "\ufffd" in completion.text[1:]
+
+
+def test_held_events_of_several_steps_are_emitted_before_other_work(tokenizer: ChatTokenizer) -> None:
+    request = GenerationRequest(request_id="r", prompt_tokens=(5, 6), sampling=SamplingParams(max_tokens=100))
+    (sequence,) = make_sequences(request, None, is_streaming=True, arrival=1, max_context=200)
+    emitted: list[TokenEvent] = []
+    outbox = Outbox(tokenizer, emitted.extend)
+    outbox.is_holding = True
+    for _ in range(LONG_STEPS):
+        sequence.append(7, -0.5, (), tokenizer)
+        outbox.put([sequence])
+        outbox.put([])  # a step of a class whose completions do not stream
+        outbox.flush_before_other_work()
+    assert [len(event.tokens) for event in emitted] == [1]
+    sequence.append(7, -0.5, (), tokenizer)
+    outbox.put([sequence])
+    outbox.flush_before_other_work()
+    assert [len(event.tokens) for event in emitted] == [1, LONG_STEPS]
 
 
 def test_a_sequence_that_does_not_stream_makes_one_event(tokenizer: ChatTokenizer) -> None:

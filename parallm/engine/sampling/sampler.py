@@ -39,7 +39,7 @@ class SampledTokens:
     """See `alternatives`."""
 
     def arrays(self) -> list[mx.array]:
-        """What to evaluate before a read."""
+        """The arrays to evaluate before `read`."""
         return [self.tokens_B if isinstance(self.output_2B, HostResult) else self.output_2B, *self.top]
 
     def read(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:

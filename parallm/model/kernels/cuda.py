@@ -189,23 +189,25 @@ def uploaded(numbers: host_memory.Numbers) -> mx.array:
     """The same numbers on the device, int32 or float32: for numbers that a step needs once.
 
     Not for use inside a function that MLX compiles, which would copy from the same memory again when other numbers are
-    there.
+    there. Raises MemoryError.
     """
     if not has_kernels() or not numbers.size:
         return mx.array(numbers)
     dtype = getattr(mx, numbers.dtype.name)
-    copy = kernel("from_host", (("T", dtype),))
+    fetch = kernel("from_host", (("T", dtype),))
     if _listed.get() is not None:
         return mx.zeros(numbers.shape, dtype)
-    memory = host_memory.staged(numbers)
     blocks = min(MAX_UPLOAD_BLOCKS, -(-numbers.size // UPLOAD_THREADS))
-    (array,) = copy(
-        [],
-        [numbers.size, *host_memory.halves(memory)],
-        grid=(blocks * UPLOAD_THREADS, 1, 1),
-        threadgroup=(UPLOAD_THREADS, 1, 1),
-        output_shapes=[numbers.shape],
-        output_dtypes=[dtype],
-    )
-    host_memory.keep_until_copied(memory, array)
-    return array
+
+    def copy(memory: host_memory.Memory) -> mx.array:
+        (array,) = fetch(
+            [],
+            [numbers.size, *host_memory.halves(memory)],
+            grid=(blocks * UPLOAD_THREADS, 1, 1),
+            threadgroup=(UPLOAD_THREADS, 1, 1),
+            output_shapes=[numbers.shape],
+            output_dtypes=[dtype],
+        )
+        return array
+
+    return host_memory.copied(numbers, copy)

@@ -13,6 +13,7 @@ import math
 import threading
 import weakref
 from collections import defaultdict, deque
+from collections.abc import Callable
 from functools import cache
 
 import mlx.core as mx
@@ -35,7 +36,7 @@ class HostMemory(threading.local):
 
     def __init__(self) -> None:
         self.of_results: defaultdict[int, list[Memory]] = defaultdict(list)
-        """Memory of results that nobody has, by size."""
+        """Free memory for results, by size."""
         self.of_uploads: defaultdict[int, deque[tuple[Memory, mx.array]]] = defaultdict(deque)
         """Memory and the arrays that are copied from it, the oldest first, by size."""
         self._slab: Memory = np.empty(0, np.int32)
@@ -51,9 +52,11 @@ class HostMemory(threading.local):
 _memory = HostMemory()
 
 
-def staged(numbers: Numbers) -> Memory:
-    """Memory that holds these numbers for a kernel that copies them; call `keep_until_copied` next. Waits for the copy
-    of what the memory held before. Raises MemoryError."""
+def copied(numbers: Numbers, copy: Callable[[Memory], mx.array]) -> mx.array:
+    """The result of `copy`, a lazy array, of memory that holds these numbers until the result is evaluated.
+
+    May wait for an earlier copy from the same memory. Raises MemoryError.
+    """
     size = _size_for(numbers.size)
     uploads = _memory.of_uploads[size]
     if len(uploads) < UPLOADS:
@@ -62,12 +65,9 @@ def staged(numbers: Numbers) -> Memory:
         memory, before = uploads.popleft()
         mx.eval(before)
     memory[: numbers.size] = numbers.reshape(-1).view(np.int32)
-    return memory
-
-
-def keep_until_copied(memory: Memory, copy: mx.array) -> None:
-    """Use memory of `staged` again only when `copy` is evaluated."""
-    _memory.of_uploads[len(memory)].append((memory, copy))
+    result = copy(memory)
+    uploads.append((memory, result))
+    return result
 
 
 class HostResult:
@@ -76,9 +76,10 @@ class HostResult:
     def __init__(self, shape: tuple[int, ...]) -> None:
         """Raises MemoryError."""
         self._shape = shape
-        free = _memory.of_results[_size_for(math.prod(shape))]
-        self._numbers = free.pop() if free else _memory.allocate(_size_for(math.prod(shape)))
-        # A launch whose result nobody reads may come later: before that of the next owner
+        size = _size_for(math.prod(shape))
+        free = _memory.of_results[size]
+        self._numbers = free.pop() if free else _memory.allocate(size)
+        # The launch of an unread result may still be pending; it precedes the launch of the memory's next owner
         weakref.finalize(self, free.append, self._numbers)
 
     def halves(self) -> tuple[int, int]:

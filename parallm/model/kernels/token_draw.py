@@ -24,14 +24,14 @@ def draw_tokens(
     """A token of each row (B,), and tokens and the bits of their log-probabilities, (2, B), both int32.
 
     `uniforms_B2` are multiples of 2**-24 in [0, 1). A row of temperature 0 takes its first most likely token, as every
-    row does without them. A row with NaN has the log-probability NaN.
+    row does without them. A row with NaN has the log-probability NaN. Raises MemoryError.
     """
     has_draws = uniforms_B2 is not None
     return _launch(logits_BV, [temperatures_B, *([] if uniforms_B2 is None else [uniforms_B2])], has_draws=has_draws)
 
 
 def score_tokens(logits_BV: mx.array, temperatures_B: mx.array, tokens_B: mx.array) -> tuple[mx.array, HostResult]:
-    """`draw_tokens` for tokens that are known, int32."""
+    """`draw_tokens` for known tokens, (B,) int32. Raises MemoryError."""
     return _launch(logits_BV, [temperatures_B, tokens_B], is_given=True)
 
 

@@ -168,6 +168,24 @@ def test_the_kernel_compiled_for_a_cpu_computes_what_the_emulation_does(
     compare(vocabulary, mx.float32)
 
 
+@pytest.mark.skipif(has_kernels(), reason="a kernel on a GPU cannot be spoiled")
+@pytest.mark.parametrize(
+    ("line", "spoiled"),
+    [
+        ("packed[row] = token;", "packed[row] = token + 1;"),
+        ("packed[rows + row] = ", "packed[row] = "),
+        ("tokens[row] = token;", "tokens[0] = token;"),
+    ],
+)
+def test_the_control_finds_a_kernel_that_writes_something_else(
+    line: str, spoiled: str, compiled: CpuKernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled, "mutation", ("token_draw", line, spoiled))
+    monkeypatch.setattr(token_draw, "kernel", compiled)
+    with pytest.raises(AssertionError):
+        compare(700, mx.float32)
+
+
 @pytest.mark.skipif(not has_kernels(), reason="CUDA kernels")
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16, mx.float32])
 @pytest.mark.parametrize("vocabulary", [37, 256, 700, 4096, 128_256, 151_936, 262_144])
