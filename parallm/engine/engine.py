@@ -52,8 +52,8 @@ OUT_OF_MEMORY = re.compile(
 
 
 class Engine:
-    """Turns requests into token events. `emit` gets the events of each unit, those of streams later if `hold_events` says
-    so. `report` gets the requests that failed."""
+    """Turns requests into token events. `emit` gets the events of each unit, or held ones later (`hold_events`), and
+    `report` the requests that failed."""
 
     def __init__(
         self,

@@ -30,7 +30,7 @@ def kernels(compiled: CpuKernels, monkeypatch: pytest.MonkeyPatch) -> CpuKernels
 
 def arrays(count: int) -> list[host_memory.Numbers]:
     random = np.random.default_rng(count)
-    shapes = [(1,), (3, 5), (20_000,), (16, 9, 2)]
+    shapes = [(1,), (3, 5), (3_000,), (16, 9, 2)]
     drawn = [random.integers(-(2**31), 2**31, shapes[place % len(shapes)], np.int32) for place in range(count)]
     return [one if place % 2 else one.astype(np.float32) for place, one in enumerate(drawn)]
 
@@ -50,7 +50,7 @@ def test_the_control_finds_a_number_that_was_not_fetched(kernels: CpuKernels, mo
 
 
 def test_memory_serves_another_upload_once_the_oldest_was_fetched(kernels: CpuKernels, memory: HostMemory) -> None:
-    for numbers in arrays(40 * UPLOADS):
+    for numbers in arrays(8 * UPLOADS):
         uploaded(numbers)
     assert [len(uploads) for uploads in memory.of_uploads.values()] == [UPLOADS] * len(memory.of_uploads)
 
