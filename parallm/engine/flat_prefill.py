@@ -3,11 +3,12 @@
 A unit takes a number of tokens and not of prompts: short prompts lie one after the other, and a long one is cut into
 chunks, as in SARATHI (https://arxiv.org/abs/2308.16369). Linear layers, norms and rotary embeddings see every token as
 a row. A layer attends in one launch, reads earlier chunks and cached prefixes in the pages where they are, and writes
-its keys and values there. Units of one size are padded to one shape, so MLX finds buffers and CUDA graphs of earlier
-units. Each token attends in the same order whatever lies beside it.
+its keys and values there. The last MLP takes only the last tokens of prompts. Units of one size are padded to one
+shape, so MLX finds buffers and CUDA graphs of earlier units. Each token attends in the same order whatever lies beside
+it.
 
-Axes: M tokens of a unit, S prompts, N pages of all of them, P pages of a pool, T positions of a page, Q query heads,
-H key-value heads, D head size, V vocabulary.
+Axes: M tokens of a unit, S prompts that end in it, C places for their last tokens, N pages of all prompts, P pages of a
+pool, T positions of a page, Q query heads, H key-value heads, D head size, V vocabulary.
 """
 
 import logging
@@ -36,6 +37,7 @@ from parallm.model.kernels.flash_attention import MAX_CHUNKS, attend_pages, fits
 from parallm.model.kernels.gather import take_rows
 from parallm.model.kernels.page_write import PAGE, write_pages
 from parallm.model.kernels.rotary import Rotation
+from parallm.model.layers import can_trim, trimmed_last_layer
 from parallm.model.lora.linear import LoraBinding
 from parallm.model.lora.segmented import SegmentedLora
 from parallm.model.lora.selector import MAX_FLAT, LoraSelector
@@ -49,11 +51,13 @@ CHUNK, LARGE_CHUNK = 2048, 8192
 """Default tokens of a unit, and with `LARGE_MEMORY` bytes on the device. A GPU is full with the smaller one; running
 answers wait for a unit, though, and take a step after each, which costs as much for few of them as for many."""
 LARGE_MEMORY = 70e9
+TRIMMED_FROM = 512
+"""Tokens of a unit; in one of fewer the last layer takes as long for a few of them as for all."""
 MIN_PAGES = 256
 """Pages of all prompts of a unit that count as one number of them."""
 
 Arrays = list[mx.array]
-Function = Callable[[mx.array, Arrays, Arrays, Arrays], mx.array]
+Function = Callable[[mx.array, Arrays, Arrays, Arrays, Arrays], mx.array]
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +75,8 @@ class Chunk:
         return self.end - self.start
 
 
+Plan = list[tuple[PrefillJob, Chunk]]
+"""The jobs of a unit, and their tokens."""
 HeadShape = tuple[int, int]
 """Query heads of each of a layer's key heads, and their size."""
 
@@ -177,35 +183,49 @@ class FlatForward:
         mx.eval(model.base.parameters())  # a trace would repeat the computation of an array that is not evaluated yet
         self._model = model
         self._shapes = shapes
+        self.can_trim = model.parallel is None and can_trim(model)  # divided bases have not been tried
         self._is_compiled = on_cuda()
         self._functions: dict[Structure | None, Function] = {}
 
-    def __call__(self, tokens_M: mx.array, arrays: Arrays, pools: Arrays, lora: LoraBinding | None) -> mx.array:
-        """Hidden states (M, hidden), not evaluated; `arrays` are those of `lay_out`, `pools` keys and values of each
-        layer in turn."""
+    def __call__(
+        self,
+        tokens_M: mx.array,
+        arrays: Arrays,
+        pools: Arrays,
+        lora: LoraBinding | None,
+        read_C: mx.array | None = None,
+    ) -> mx.array:
+        """Hidden states (M, hidden), not evaluated, or of the tokens at `read_C` (C, hidden) if the model `can_trim`;
+        `arrays` are those of `lay_out`, `pools` keys and values of each layer in turn."""
+        read = [] if read_C is None else [read_C]
         if self._is_compiled and (lora is None or isinstance(lora, SingleLora | SegmentedLora)):
             structure, weights = (None, []) if lora is None else (lora.structure(), lora.arrays())
             if structure not in self._functions:
                 self._functions[structure] = self._compile(structure)
             try:
-                return self._functions[structure](tokens_M, arrays, pools, weights)
+                return self._functions[structure](tokens_M, arrays, pools, weights, read)
             except ValueError as error:  # MLX's, for a model that reads an array while it runs, such as dbrx
                 logger.warning("prompts are not compiled: %s", error)
                 self._is_compiled = False
-        return self._hidden(tokens_M, arrays, pools, lora)
+        return self._hidden(tokens_M, arrays, pools, lora, read)
 
     def _compile(self, structure: Structure | None) -> Function:
 
-        def forward(tokens_M: mx.array, arrays: Arrays, pools: Arrays, weights: Arrays) -> mx.array:
-            return self._hidden(tokens_M, arrays, pools, None if structure is None else structure.lora(weights))
+        def forward(tokens_M: mx.array, arrays: Arrays, pools: Arrays, weights: Arrays, read: Arrays) -> mx.array:
+            return self._hidden(tokens_M, arrays, pools, None if structure is None else structure.lora(weights), read)
 
         compiled: Function = mx.compile(forward)
         return compiled
 
-    def _hidden(self, tokens_M: mx.array, arrays: Arrays, pools: Arrays, lora: LoraBinding | None) -> mx.array:
+    def _hidden(
+        self, tokens_M: mx.array, arrays: Arrays, pools: Arrays, lora: LoraBinding | None, read: Arrays
+    ) -> mx.array:
         layout = FlatLayout(arrays, self._shapes)
         layers = [FlatLayer(layout, keys, values) for keys, values in zip(pools[::2], pools[1::2], strict=True)]
-        return self._model.hidden(tokens_M[:, None], layers, lora)[:, 0]
+        if not read:
+            return self._model.hidden(tokens_M[:, None], layers, lora)[:, 0]
+        with trimmed_last_layer(self._model, lambda hidden_MH: take_rows(hidden_MH, read[0])):
+            return self._model.hidden(tokens_M[:, None], layers, lora)[:, 0]
 
 
 def default_chunk() -> int:
@@ -230,7 +250,7 @@ class FlatPrefill:
         for shape in self._shapes:
             try_flash_attention(model.dtype, *shape)
         self._forward = FlatForward(model, self._shapes)
-        self._plan: list[tuple[PrefillJob, Chunk]] = []  # what `for_one_unit` has chosen
+        self._plan: Plan = []  # what `for_one_unit` has chosen
 
     @property
     def max_jobs(self) -> int:
@@ -255,23 +275,42 @@ class FlatPrefill:
         pools = [array for layer in self._memory.layers for array in layer]
         adapters, lengths = zip(*((job.segment()[1], chunk.size) for job, chunk in plan), strict=True)
         lora = self._loras.select_flat([*adapters, adapters[-1]], [*lengths, num_tokens - used])
-        hidden_MH = self._forward(tokens_M, arrays, pools, lora)
-        computed: list[mx.array] = []
         ends = list(accumulate(chunk.size for _, chunk in plan))
-        for (job, chunk), end in zip(plan, ends, strict=True):
-            if job.scorer is not None:
-                hidden_TH = hidden_MH[end - chunk.size : end]
-                computed += job.scorer.add(self._model, hidden_TH, job.tokens[chunk.start + 1 : chunk.end + 1])
+        done = [(job, end - 1) for (job, chunk), end in zip(plan, ends, strict=True) if chunk.end == len(job.tokens)]
+        last_S, computed = [place for _, place in done], list[mx.array]()
+        if self._trims(plan, num_tokens, lora):
+            read_C = _int32(last_S, np.zeros(MAX_CHUNKS - len(last_S)))
+            hidden_SH = self._forward(tokens_M, arrays, pools, lora, read_C)[: max(1, len(last_S))]
+        else:
+            hidden_MH = self._forward(tokens_M, arrays, pools, lora)
+            computed += self._scored(plan, ends, hidden_MH)
+            hidden_SH = take_rows(hidden_MH, _int32(last_S)) if last_S else hidden_MH[:1]
+        for job, chunk in plan:
             job.num_computed = chunk.end
-        done = [(job, end - 1) for (job, _), end in zip(plan, ends, strict=True) if job.num_computed == len(job.tokens)]
         if not done:
-            return [*computed, hidden_MH[:1]]
-        logits_SV = self._model.head(take_rows(hidden_MH, _int32([last for _, last in done])))
+            return [*computed, hidden_SH]
+        logits_SV = self._model.head(hidden_SH)
         for row, (job, _) in enumerate(done):
             assert job.table is not None, "a job that was computed"
             job.logits_V = logits_SV[row, ...]
             self._memory.keep(job.sequences[0], job.table, len(job.tokens))
         return [*computed, logits_SV]
+
+    def _trims(self, plan: Plan, num_tokens: int, lora: LoraBinding | None) -> bool:
+        """Whether nothing is read of a unit but its prompts' last tokens, and it pays. LoRA of several versions knows
+        its rows by their places."""
+        is_alike = lora is None or isinstance(lora, SingleLora)
+        is_read = any(job.scorer is not None for job, _ in plan)
+        return self._forward.can_trim and num_tokens >= TRIMMED_FROM and is_alike and not is_read
+
+    def _scored(self, plan: Plan, ends: Ordered[int], hidden_MH: mx.array) -> list[mx.array]:
+        """Log-probs of prompts that are asked for."""
+        found: list[mx.array] = []
+        for (job, chunk), end in zip(plan, ends, strict=True):
+            if job.scorer is not None:
+                hidden_TH = hidden_MH[end - chunk.size : end]
+                found += job.scorer.add(self._model, hidden_TH, job.tokens[chunk.start + 1 : chunk.end + 1])
+        return found
 
     def keep_ended(self, decoder: Decoder) -> list[mx.array]:
         """Cache what sequences that have ended computed; nothing has to be evaluated."""
@@ -282,9 +321,9 @@ class FlatPrefill:
                 self._memory.keep(sequence, table, num_computed)
         return []
 
-    def _planned(self, jobs: Ordered[PrefillJob]) -> list[tuple[PrefillJob, Chunk]]:
+    def _planned(self, jobs: Ordered[PrefillJob]) -> Plan:
         """Jobs that fit one unit, with their next tokens."""
-        plan: list[tuple[PrefillJob, Chunk]] = []
+        plan: Plan = []
         num_free, unit_adapters = self._chunk, self._unit_adapters(jobs)
         for job in jobs:
             if num_free == 0 or len(plan) == MAX_CHUNKS:

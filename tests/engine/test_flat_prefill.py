@@ -122,15 +122,20 @@ def worst(model: SharedModel, jobs: list[PrefillJob]) -> float:
     return max(differences)
 
 
+@pytest.mark.parametrize("trimmed_from", [0, flat_prefill.TRIMMED_FROM])
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "qwen3_moe", "gpt2", "gpt_oss"])
 def test_prompts_of_any_lengths_give_the_same_flat_as_alone(
     model_type: str,
+    trimmed_from: int,
     make_prefill: Callable[..., tuple[FlatPrefill, FakeMemory]],
     load_tiny: Callable[..., SharedModel],
     ask: Callable[..., GenerationRequest],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(flat_prefill, "TRIMMED_FROM", trimmed_from)
     model = load_tiny(model_type)
     prefill, memory = make_prefill(model, 100)
+    assert prefill._forward.can_trim == (model_type in ("llama", "qwen3_moe", "gpt_oss"))
     lengths = [20, 1, 150, 64, 63, 3]
     jobs = [job_of(memory, ask(str(place), prompt(length, place))) for place, length in enumerate(lengths)]
     units = compute_all(prefill, jobs)
@@ -143,6 +148,22 @@ def test_prompts_of_any_lengths_give_the_same_flat_as_alone(
     assert worst(model, jobs) < 2e-4
     assert memory.kept == [(str(place), length) for place, length in enumerate(lengths)]
     assert prefill.num_prompt_tokens == sum(lengths)
+
+
+def test_a_last_mlp_of_other_tokens_is_found(
+    make_prefill: Callable[..., tuple[FlatPrefill, FakeMemory]],
+    load_tiny: Callable[..., SharedModel],
+    ask: Callable[..., GenerationRequest],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(flat_prefill, "TRIMMED_FROM", 0)
+    model = load_tiny("llama")
+    prefill, memory = make_prefill(model, 100)
+    taken = flat_prefill.take_rows
+    monkeypatch.setattr(flat_prefill, "take_rows", lambda hidden, read: taken(hidden, mx.maximum(read - 1, 0)))
+    jobs = [job_of(memory, ask("control", prompt(20, 3)))]
+    compute_all(prefill, jobs)
+    assert worst(model, jobs) > 1e-2
 
 
 def test_a_wrong_page_is_found(
@@ -188,6 +209,7 @@ def test_a_unit_has_versions_that_stack(
     random_adapter: Callable[..., Adapter],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(flat_prefill, "TRIMMED_FROM", 0)
     model = load_tiny("llama")
     prefill, memory = make_prefill(model, 512)
     versions = [random_adapter(model, version) for version in (1, 2)]
@@ -230,7 +252,9 @@ def test_log_probs_of_a_prompt_come_from_its_own_chunks(
     make_prefill: Callable[..., tuple[FlatPrefill, FakeMemory]],
     load_tiny: Callable[..., SharedModel],
     ask: Callable[..., GenerationRequest],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(flat_prefill, "TRIMMED_FROM", 0)
     model = load_tiny("llama")
     prefill, memory = make_prefill(model, 100)
     jobs = [job_of(memory, ask(str(place), prompt(90, place), prompt_logprobs=0)) for place in range(2)]

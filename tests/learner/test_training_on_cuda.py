@@ -7,11 +7,12 @@ from mlx_lm.models import llama, qwen2, qwen3
 from mlx_lm.utils import load_tokenizer
 
 from parallm.learner.passes import packing
-from parallm.learner.passes.gradient import can_trim, hidden_at
+from parallm.learner.passes.gradient import hidden_at
 from parallm.learner.passes.packing import Segment, packed_hidden, takes_rows
 from parallm.model.adapters.initial import initial_arrays
 from parallm.model.chat.tokenizer import ChatTokenizer
 from parallm.model.kernels.cuda import has_kernels, on_cuda
+from parallm.model.layers import can_trim
 from parallm.model.load import NANO, share_model
 from parallm.model.lora.single import LoraScaling, single_lora
 from parallm.model.settings import ModelSettings

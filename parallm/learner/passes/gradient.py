@@ -15,7 +15,6 @@ from itertools import accumulate, chain, groupby, pairwise, zip_longest
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 import numpy.typing as npt
 
@@ -25,12 +24,13 @@ from parallm.learner.loss.policy_loss import LossInputs, is_clipped, kl_k3, obje
 from parallm.learner.optimizer import ParameterLayout
 from parallm.learner.passes.batch import MicroBatch
 from parallm.learner.passes.lm_head import ChunkedHead, Scores, Stages, run_stages
-from parallm.learner.passes.packing import UNPACKABLE, Segment, num_padding_rows, packed_hidden, padded_hidden
-from parallm.learner.passes.recomputation import can_checkpoint, checkpointed, cut_trunk, replaced_layers
+from parallm.learner.passes.packing import Segment, num_padding_rows, packed_hidden, padded_hidden
+from parallm.learner.passes.recomputation import checkpointed, cut_trunk
 from parallm.model.adapters.adapter import Adapter
 from parallm.model.adapters.module_names import layer_of
 from parallm.model.kernels.cuda import on_cuda
 from parallm.model.kernels.gather import take_known_rows
+from parallm.model.layers import can_trim, trimmed_last_layer
 from parallm.model.lora.dora import lora_scaling
 from parallm.model.lora.linear import LoraBinding
 from parallm.model.lora.selector import training_lora
@@ -38,7 +38,6 @@ from parallm.model.lora.single import LoraScaling, SingleLora, single_lora
 from parallm.model.quantized import kept_unpacked
 from parallm.model.shared_model import SharedModel
 
-LAST_LAYER_PARTS = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
 TRUNK_PARTS, BACKWARD_PARTS = 4, 8  # a backward takes twice as long as a forward
 
 
@@ -236,45 +235,9 @@ def hidden_at(
     """
     num_padding = num_padding_rows(sources_N.size)
     rows_N = np.append(sources_N, np.zeros(num_padding, np.int32))
-    layers = model.trunk.layers
     # the last layer is not checkpointed: its backward is the first
-    with replaced_layers(model, [*layers[:-1], _LastLayer(layers[-1], rows_N)]):
+    with trimmed_last_layer(model, lambda hidden_MH: take_known_rows(hidden_MH, rows_N)):
         return padded_hidden(model, inputs_M, segments, lora)[: sources_N.size]
-
-
-def can_trim(model: SharedModel) -> bool:
-    """Whether the last layer is x + attention(norm(x)), then + mlp(norm(..)): tried with a few tokens."""
-    if not model.make_cache() or not can_checkpoint(model):
-        return False
-    if not all(hasattr(model.trunk.layers[-1], name) for name in LAST_LAYER_PARTS):
-        return False
-    inputs, segments = mx.array([3, 1, 4, 1, 5, 9, 2, 6]), [Segment(prompt=8)]
-    sources = np.array([2, 3, 5, 7], np.int32)
-    try:
-        expected = take_known_rows(packed_hidden(model, inputs, segments, None), sources)
-        trimmed = hidden_at(model, inputs, segments, None, sources)
-        difference = mx.linalg.norm((trimmed - expected).astype(mx.float32)) / mx.linalg.norm(expected)
-        return float(difference.item()) < (1e-3 if model.dtype == mx.float32 else 3e-2)
-    except UNPACKABLE:
-        return False
-
-
-@dataclass(frozen=True, slots=True)
-class _LastLayer:
-    """Replaces the last layer while a pass is built."""
-
-    layer: nn.Module
-    rows_N: npt.NDArray[np.int32]
-
-    def __call__(self, x_M1H: mx.array, *arguments: Any, **options: Any) -> mx.array:
-        attention, norm = self.layer.self_attn, self.layer.input_layernorm
-        attended_M1H = x_M1H + attention(norm(x_M1H), *arguments, **options)
-        chosen_N1H = take_known_rows(attended_M1H[:, 0], self.rows_N)[:, None]
-        result: mx.array = chosen_N1H + self.layer.mlp(self.layer.post_attention_layernorm(chosen_N1H))
-        return result
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.layer, name)
 
 
 class LoraWeights:

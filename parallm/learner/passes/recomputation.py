@@ -17,6 +17,7 @@ from parallm.device.memory import device_memory
 from parallm.errors import ConfigError
 from parallm.learner.settings import LearnerSettings
 from parallm.model.kernels.cuda import on_cuda
+from parallm.model.layers import has_layers, replaced_layers
 from parallm.model.lora.linear import LoraContext, LoraExperts, LoraLinear
 from parallm.model.lora.single import SingleLora
 from parallm.model.lora.targets import EXPERTS, shape_of
@@ -57,7 +58,7 @@ def checkpoints_layers(settings: LearnerSettings, model: SharedModel, num_tokens
 
     Raises ConfigError if the settings demand it and the model does not support it.
     """
-    supported = can_checkpoint(model)
+    supported = has_layers(model)
     if settings.checkpoint_layers == "all" and not supported:
         raise ConfigError(
             "learner.checkpoint_layers=all: this architecture does not keep its layers in a list called layers; use "
@@ -90,11 +91,6 @@ def activation_bytes(model: SharedModel) -> int:
     return sum(columns) * model.dtype.size
 
 
-def can_checkpoint(model: SharedModel) -> bool:
-    """Whether the trunk has its layers in a list of its own, which can be exchanged."""
-    return isinstance(model.trunk.get("layers"), list)
-
-
 @contextmanager
 def checkpointed(model: SharedModel, enabled: bool) -> Iterator[None]:
     """If `enabled`, graphs built inside the block keep only the inputs of layers."""
@@ -110,7 +106,7 @@ def cut_trunk(model: SharedModel, num_parts: int) -> Iterator[list[mx.array]]:
     """Hidden states between layers of graphs built inside the block, in order: what cuts a trunk into equal parts.
     None where the model's layers cannot be exchanged."""
     cuts: list[mx.array] = []
-    if not can_checkpoint(model):
+    if not has_layers(model):
         yield cuts
         return
     layers = model.trunk.layers
@@ -118,17 +114,6 @@ def cut_trunk(model: SharedModel, num_parts: int) -> Iterator[list[mx.array]]:
     cut = [_CutLayer(layer, cuts) if place % length == 0 else layer for place, layer in enumerate(layers)]
     with replaced_layers(model, cut):
         yield cuts
-
-
-@contextmanager
-def replaced_layers(model: SharedModel, layers: list[Any]) -> Iterator[None]:
-    """Inside the block the trunk has these layers."""
-    trunk = model.trunk
-    own_layers, trunk.layers = trunk.layers, layers
-    try:
-        yield
-    finally:
-        trunk.layers = own_layers
 
 
 @dataclass(frozen=True, slots=True)

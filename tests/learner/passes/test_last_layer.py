@@ -6,9 +6,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from parallm.learner.passes.gradient import can_trim, hidden_at
+from parallm.learner.passes.gradient import hidden_at
 from parallm.learner.passes.packing import Segment, packed_hidden
 from parallm.model.adapters.initial import initial_arrays
+from parallm.model.layers import can_trim
 from parallm.model.lora.single import LoraScaling, single_lora
 from parallm.model.shared_model import SharedModel
 

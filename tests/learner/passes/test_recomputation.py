@@ -91,7 +91,7 @@ def test_layers_are_checkpointed_where_a_pass_would_need_half_of_the_memory(
 def test_a_model_without_a_list_of_layers_is_refused_or_left_alone(
     nano: SharedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recomputation, "can_checkpoint", lambda _: False)
+    monkeypatch.setattr(recomputation, "has_layers", lambda _: False)
     with pytest.raises(ConfigError, match=r"learner\.checkpoint_layers=all"):
         checkpoints_layers(LearnerSettings(checkpoint_layers="all"), nano, 1)
     assert not checkpoints_layers(LearnerSettings(), nano, 10**9)

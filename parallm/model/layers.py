@@ -1,0 +1,100 @@
+"""The list of a trunk's layers, exchanged while a graph is built.
+
+The last layer can be computed for the tokens that are read: after its attention no tokens mix, so others need no MLP.
+
+Axes: M computed tokens, each a row of one; N tokens that are read, H hidden, Q query heads, G key-value heads, D head
+size.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from parallm.model.kernels.gather import take_rows
+from parallm.model.patches.forward import OwnCache
+from parallm.model.shared_model import SharedModel
+
+PARTS = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
+"""Of a layer that can be computed for some tokens."""
+TRIAL_TOKENS = [3, 1, 4, 1, 5, 9, 2, 6]
+READ = [2, 3, 5, 7]
+"""Places of the trial's tokens that are read."""
+MAX_ERROR, MAX_ERROR_16_BITS = 1e-3, 3e-2
+
+
+def has_layers(model: SharedModel) -> bool:
+    """Whether the trunk has its layers in a list of its own, which can be exchanged."""
+    return isinstance(model.trunk.get("layers"), list)
+
+
+@contextmanager
+def replaced_layers(model: SharedModel, layers: list[Any]) -> Iterator[None]:
+    """Inside the block the trunk has these layers."""
+    trunk = model.trunk
+    own_layers, trunk.layers = trunk.layers, layers
+    try:
+        yield
+    finally:
+        trunk.layers = own_layers
+
+
+@contextmanager
+def trimmed_last_layer(model: SharedModel, choose: Callable[[mx.array], mx.array]) -> Iterator[None]:
+    """Inside the block the last layer of a model that `can_trim` ends with the tokens of `choose`, (M, H) -> (N, H)."""
+    *layers, last = model.trunk.layers
+    with replaced_layers(model, [*layers, _TrimmedLayer(last, choose)]):
+        yield
+
+
+def can_trim(model: SharedModel) -> bool:
+    """Whether the last layer is x + attention(norm(x)), then + mlp(norm(..)): tried with a few tokens."""
+    if not has_layers(model) or not all(hasattr(model.trunk.layers[-1], name) for name in PARTS):
+        return False
+    tokens_M1, read_N = mx.array(TRIAL_TOKENS)[:, None], mx.array(READ)
+    caches = [_OwnTokens() for _ in model.make_cache()]
+    if not caches:  # an encoder
+        return False
+    try:
+        expected_NH = take_rows(model.hidden(tokens_M1, caches, None)[:, 0], read_N)
+        with trimmed_last_layer(model, lambda hidden_MH: take_rows(hidden_MH, read_N)):
+            found_NH = model.hidden(tokens_M1, caches, None)[:, 0]
+    except (AttributeError, IndexError, TypeError, ValueError):  # layers that do not understand the caches
+        return False
+    difference = mx.linalg.norm((found_NH - expected_NH).astype(mx.float32))
+    allowed = MAX_ERROR if model.dtype == mx.float32 else MAX_ERROR_16_BITS
+    return bool((difference < allowed * mx.linalg.norm(expected_NH.astype(mx.float32))).item())
+
+
+class _OwnTokens(OwnCache):
+    """Every token sees itself alone, so attention gives its values."""
+
+    offset = 0
+
+    def make_mask(self, *_: Any, **__: Any) -> None: ...
+
+    def update_and_fetch(self, keys_MG1D: mx.array, values_MG1D: mx.array) -> tuple[mx.array, mx.array]:
+        return keys_MG1D, values_MG1D
+
+    def attend(self, queries: mx.array, keys: mx.array, values: mx.array, **_: Any) -> mx.array:
+        """Values (M, G, 1, D) for queries (M, Q, 1, D) -> (M, Q, 1, D)."""
+        return mx.repeat(values, queries.shape[1] // values.shape[1], axis=1)
+
+
+@dataclass(frozen=True, slots=True)
+class _TrimmedLayer:
+    layer: nn.Module
+    choose: Callable[[mx.array], mx.array]
+
+    def __call__(self, x_M1H: mx.array, *arguments: Any, **options: Any) -> mx.array:
+        attention, norm = self.layer.self_attn, self.layer.input_layernorm
+        attended_M1H = x_M1H + attention(norm(x_M1H), *arguments, **options)
+        chosen_N1H = self.choose(attended_M1H[:, 0])[:, None]
+        result: mx.array = chosen_N1H + self.layer.mlp(self.layer.post_attention_layernorm(chosen_N1H))
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.layer, name)
