@@ -18,6 +18,7 @@ from parallm.engine.settings import EngineSettings
 from parallm.model.adapters.adapter import Adapter
 from parallm.model.kernels import flash_attention
 from parallm.model.kernels.cuda import on_cuda
+from parallm.model.kernels.gather import take_rows
 from parallm.model.kernels.page_write import PAGE
 from parallm.model.lora.selector import LoraSelector
 from parallm.model.shared_model import SharedModel
@@ -159,7 +160,7 @@ def test_a_last_mlp_of_other_tokens_is_found(
     monkeypatch.setattr(flat_prefill, "TRIMMED_FROM", 0)
     model = load_tiny("llama")
     prefill, memory = make_prefill(model, 100)
-    taken = flat_prefill.take_rows
+    taken = take_rows
     monkeypatch.setattr(flat_prefill, "take_rows", lambda hidden, read: taken(hidden, mx.maximum(read - 1, 0)))
     jobs = [job_of(memory, ask("control", prompt(20, 3)))]
     compute_all(prefill, jobs)

@@ -101,16 +101,17 @@ def parity_on_gpu(request: Request) -> Iterator[Figures]:
 def precision_speed(request: Request) -> Iterator[Figures]:
     """What agreement costs: tokens/s of steps of 64 problems x 16 in the type of `model.dtype=auto` over bfloat16's."""
     sizes = {"prompts": request.size(64, 2), "group_size": request.size(16, 2), "max_tokens": request.size(160, 8)}
-    job = {"model": request.model, "data": request.data, **sizes, "steps": request.size(3, 1)}
-    found: dict[str, dict[str, list[float]]] = {}
-    for turn in work_in_parts("precision_speed", is_peer=False, **job, turns=request.size(3, 1)):
-        print(f"  {turn}", flush=True)
-        for what in ("rollout", "update"):
-            found.setdefault(what, {}).setdefault(turn["asked"], []).extend(turn[what])
-        if len(found["update"]) == 2:
+    job = {"model": request.model, "data": request.data, **sizes, "steps": request.size(12, 2)}
+    steps: list[dict[str, dict[str, float]]] = []
+    for step in work_in_parts("precision_speed", is_peer=False, **job):
+        print(f"  {step}", flush=True)
+        steps.append(step)
+        if len(steps) % 2 == 0:  # as many begin with either type
             yield {
-                f"gpu.parity.{what}_speed_vs_bfloat16": median(found[what]["auto"]) / median(found[what]["bfloat16"])
-                for what in found
+                f"gpu.parity.{what}_speed_vs_bfloat16": median(
+                    step["auto"][what] / step["bfloat16"][what] for step in steps
+                )
+                for what in ("rollout", "update")
             }
 
 
