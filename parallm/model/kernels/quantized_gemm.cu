@@ -22,7 +22,7 @@ extern "C" __global__ void __launch_bounds__(32 * WIDE * DEEP, 1)
   constexpr int VECTORS = CHUNK / 32, VECTORS_X = CHUNK / 8;     // of a row
   constexpr int AT_ONCE = THREADS / VECTORS, AT_ONCE_X = THREADS / VECTORS_X;  // rows that a vector each is fetched of
   static_assert(THREADS % VECTORS_X == 0 && AT_ONCE % 2 == 0, "a thread always has the same vector of a row");
-  constexpr int PITCH = CHUNK / 2 + 32, PITCH_X = CHUNK * 2 + 64;  // what a quarter of a warp reads has all banks
+  constexpr int PITCH = CHUNK / 2 + 32, PITCH_X = CHUNK * 2;  // what a quarter of a warp reads has all banks
   constexpr int STAGE = HEIGHT * PITCH + TILES * 8 * PITCH_X;
   constexpr int IN_CHUNK = CHUNK / GROUP, OF_VECTOR = SCALE_BYTES / 2;  // groups
   constexpr int SPAN = OF_VECTOR > IN_CHUNK ? OF_VECTOR / IN_CHUNK : 1;  // chunks that share a fetch of scales
@@ -43,7 +43,9 @@ extern "C" __global__ void __launch_bounds__(32 * WIDE * DEEP, 1)
   const unsigned start = static_cast<unsigned>(__cvta_generic_to_shared(shared));
   const int line = threadIdx.x / VECTORS, line_x = threadIdx.x / VECTORS_X;
   const int vector = threadIdx.x % VECTORS, vector_x = threadIdx.x % VECTORS_X;
-  const int place_x = vector_x / 16 * 16 + vector_x % 4 * 4 + vector_x % 16 / 4;
+  // A row of the input lies in lines of 8 vectors, as it comes: in any other order it takes several times as long. Their
+  // order within a line has one bit of the line and one of the row.
+  auto place_of = [](int row, int vector) { return (row * VECTORS_X + vector) ^ (row % 2 * 2 + vector / 8 % 2); };
   const int own_packed = output_of(first + line) * (width / 8) + vector * 4;
   const int own_x = (first_row + line_x) * width + vector_x * 8;
   auto fetch = [&](int chunk, int stage) {
@@ -59,8 +61,7 @@ extern "C" __global__ void __launch_bounds__(32 * WIDE * DEEP, 1)
 #pragma unroll
         for (int i = 0; i < TILES * 8; i += AT_ONCE_X)
           if (line_x + i < min(TILES * 8, left))
-            copy_async(to + HEIGHT * PITCH + (line_x + i) * PITCH_X + place_x * 16,
-                       x + own_x + chunk * CHUNK + i * width);
+            copy_async(to + HEIGHT * PITCH + place_of(line_x + i, vector_x) * 16, x + own_x + chunk * CHUNK + i * width);
       if (chunk % SPAN == 0 || chunk == begin) {
         const unsigned to_scales = start + STAGES * STAGE + chunk / SPAN % SLOTS * 2 * SLOT;
 #pragma unroll
@@ -76,6 +77,9 @@ extern "C" __global__ void __launch_bounds__(32 * WIDE * DEEP, 1)
     asm volatile("cp.async.commit_group;" ::: "memory");
   };
 
+  int own_given[4];  // of a word's values
+#pragma unroll
+  for (int w = 0; w < 4; w++) own_given[w] = HEIGHT * PITCH + place_of(group, quad * 4 + w) * 16;
   float sum[TALL][TILES][4] = {};
   const TWO magic{T(float(MAGIC)), T(float(MAGIC))};
   const uint32_t above = reinterpret_cast<const uint32_t&>(magic);
@@ -91,7 +95,6 @@ extern "C" __global__ void __launch_bounds__(32 * WIDE * DEEP, 1)
     if (chunk < begin) continue;
     const int row = across * 16 * TALL + group * 2;
     const char* weights = shared + stage * STAGE + row * PITCH + quad * 16;
-    const char* given = shared + stage * STAGE + HEIGHT * PITCH + group * PITCH_X + quad * 16;
     const T* own_scales =
         reinterpret_cast<const T*>(given_scales + chunk / SPAN % SLOTS * 2 * SLOT) + row * GROUPS;
     const int units = (width - chunk * CHUNK) / UNIT;
@@ -128,7 +131,8 @@ extern "C" __global__ void __launch_bounds__(32 * WIDE * DEEP, 1)
           }
 #pragma unroll
         for (int n = 0; n < TILES; n++) {
-          const uint4 of_row = *reinterpret_cast<const uint4*>(given + n * 8 * PITCH_X + unit * 256 + w * 64);
+          const uint4 of_row =
+              *reinterpret_cast<const uint4*>(shared + stage * STAGE + own_given[w] + n * 8 * PITCH_X + unit * 256);
           const uint32_t pair0 = __byte_perm(of_row.x, of_row.z, 0x5410), pair1 = __byte_perm(of_row.x, of_row.z, 0x7632);
           const uint32_t pair2 = __byte_perm(of_row.y, of_row.w, 0x5410), pair3 = __byte_perm(of_row.y, of_row.w, 0x7632);
 #pragma unroll

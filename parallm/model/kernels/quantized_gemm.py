@@ -82,7 +82,7 @@ class QuantizedGemmPlan:
 
     @property
     def shared_bytes(self) -> int:
-        stage = self.outputs * (self.chunk // 2 + 32) + self.tiles * 8 * (2 * self.chunk + 64)
+        stage = self.outputs * (self.chunk // 2 + 32) + self.tiles * 8 * 2 * self.chunk
         scales = self.slots * 4 * self.outputs * self.span * self.chunk // self.group_size
         sums = (self.deep - 1) * self.wide * self.tall * self.tiles * 512
         return max(self.stages * stage + scales, sums)
