@@ -43,8 +43,8 @@ extern "C" __global__ void __launch_bounds__(32 * WIDE * DEEP, 1)
   const unsigned start = static_cast<unsigned>(__cvta_generic_to_shared(shared));
   const int line = threadIdx.x / VECTORS, line_x = threadIdx.x / VECTORS_X;
   const int vector = threadIdx.x % VECTORS, vector_x = threadIdx.x % VECTORS_X;
-  // A row of the input lies in lines of 8 vectors, as it comes: in any other order it takes several times as long. Their
-  // order within a line has one bit of the line and one of the row.
+  // A row of the input lies in lines of 8 vectors, as it comes: copies that mixed lines made products of 32 rows take up
+  // to twice as long. The order within a line depends on one bit of the line and one of the row.
   auto place_of = [](int row, int vector) { return (row * VECTORS_X + vector) ^ (row % 2 * 2 + vector / 8 % 2); };
   const int own_packed = output_of(first + line) * (width / 8) + vector * 4;
   const int own_x = (first_row + line_x) * width + vector_x * 8;
