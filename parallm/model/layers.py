@@ -19,7 +19,7 @@ from parallm.model.patches.forward import OwnCache
 from parallm.model.shared_model import SharedModel
 
 PARTS = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
-"""Of a layer that can be computed for some tokens."""
+"""The modules of a layer that can be computed for some tokens."""
 TRIAL_TOKENS = [3, 1, 4, 1, 5, 9, 2, 6]
 READ = [2, 3, 5, 7]
 """Places of the trial's tokens that are read."""
