@@ -175,6 +175,21 @@ class FlatLayer(OwnCache):
         return attended_MQD[:, :, None]
 
 
+class OwnToken(OwnCache):
+    """The cache of layers in which every token, a row of its own, sees itself alone: attention gives its values."""
+
+    offset = 0
+
+    def make_mask(self, *_: Any, **__: Any) -> None: ...
+
+    def update_and_fetch(self, keys_MH1D: mx.array, values_MH1D: mx.array) -> tuple[mx.array, mx.array]:
+        return keys_MH1D, values_MH1D
+
+    def attend(self, queries: mx.array, keys: mx.array, values: mx.array, **_: Any) -> mx.array:
+        """Values (M, H, 1, D) for queries (M, Q, 1, D) -> (M, Q, 1, D)."""
+        return mx.repeat(values, queries.shape[1] // values.shape[1], axis=1)
+
+
 class FlatForward:
     """The trunk of a model over flat rows. It is compiled, as Python takes longer to build the graph of a short prompt
     than a GPU to compute it: MLX keeps a trace for each number of tokens and structure of the LoRA."""
@@ -183,7 +198,7 @@ class FlatForward:
         mx.eval(model.base.parameters())  # a trace would repeat the computation of an array that is not evaluated yet
         self._model = model
         self._shapes = shapes
-        self.can_trim = model.parallel is None and can_trim(model)  # divided bases have not been tried
+        self.can_trim = model.parallel is None and can_trim(model, self._own_hidden)  # divided ones were not tried
         self._is_compiled = on_cuda()
         self._functions: dict[Structure | None, Function] = {}
 
@@ -208,6 +223,10 @@ class FlatForward:
                 logger.warning("prompts are not compiled: %s", error)
                 self._is_compiled = False
         return self._hidden(tokens_M, arrays, pools, lora, read)
+
+    def _own_hidden(self, tokens_M: mx.array) -> mx.array:
+        """Hidden states (M, hidden) of tokens of which each sees itself alone."""
+        return self._model.hidden(tokens_M[:, None], [OwnToken()] * self._model.num_layers, None)[:, 0]
 
     def _compile(self, structure: Structure | None) -> Function:
 

@@ -94,7 +94,7 @@ class PolicyGradient:
         self._streams = streams
         self._objective = objective
         self._dropout = dropout
-        self._trims = can_trim(model)
+        self._trims = trims_last_layer(model)
         self._head = ChunkedHead(model, chunk_bytes)
 
     def __call__(self, policy: SingleLora, batches: Sequence[MicroBatch], key: mx.array) -> PassResult:
@@ -228,7 +228,7 @@ def hidden_at(
     lora: LoraBinding | None,
     sources_N: npt.NDArray[np.int32],
 ) -> mx.array:
-    """`packed_hidden` at `sources_N`, (N, H), for a model that `can_trim`.
+    """`packed_hidden` at `sources_N`, (N, H), for a model of which `trims_last_layer`.
 
     After the last attention no tokens mix, so prompts need neither the last MLP nor its gradient. With prompts as long
     as completions that saves 1% of an 8B model's update, more for smaller models or longer prompts.
@@ -238,6 +238,13 @@ def hidden_at(
     # the last layer is not checkpointed: its backward is the first
     with trimmed_last_layer(model, lambda hidden_MH: take_known_rows(hidden_MH, rows_N)):
         return padded_hidden(model, inputs_M, segments, lora)[: sources_N.size]
+
+
+def trims_last_layer(model: SharedModel) -> bool:
+    """Whether packed rows need the last MLP for the tokens that are read alone."""
+    if not model.make_cache():
+        return False  # an encoder
+    return can_trim(model, lambda tokens_M: padded_hidden(model, tokens_M, [Segment(prompt=tokens_M.size)], None))
 
 
 class LoraWeights:

@@ -265,7 +265,9 @@ def test_sites_may_add_their_gradients_to_one_another(
     expected = chunked(model, streams, adapter, groups, objective=PRESETS["dapo"])
     for module in ("parallm.learner.passes.gradient", "parallm.model.lora.selector"):  # as on a GPU
         monkeypatch.setattr(f"{module}.on_cuda", lambda: True)
-    monkeypatch.setattr("parallm.learner.passes.gradient.can_trim", lambda _: False)  # groups without a view need one
+    monkeypatch.setattr(
+        "parallm.learner.passes.gradient.trims_last_layer", lambda _: False
+    )  # groups without a view need one
     merge_linears(model.base, model.joined)
     found = chunked(model, streams, adapter, groups, objective=PRESETS["dapo"], checkpoints=checkpoints)
     assert_close(found, expected)
