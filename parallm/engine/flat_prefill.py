@@ -3,9 +3,9 @@
 A unit takes a number of tokens and not of prompts: short prompts lie one after the other, and a long one is cut into
 chunks, as in SARATHI (https://arxiv.org/abs/2308.16369). Linear layers, norms and rotary embeddings see every token as
 a row. A layer attends in one launch, reads earlier chunks and cached prefixes in the pages where they are, and writes
-its keys and values there. The last MLP takes only the last tokens of prompts. Units of one size are padded to one
-shape, so MLX finds buffers and CUDA graphs of earlier units. Each token attends in the same order whatever lies beside
-it.
+its keys and values there. Where nothing else is read, the last MLP takes only the last tokens of prompts. Units of one
+size are padded to one shape, so MLX finds buffers and CUDA graphs of earlier units. Each token attends in the same
+order whatever lies beside it.
 
 Axes: M tokens of a unit, S prompts that end in it, C places for their last tokens, N pages of all prompts, P pages of a
 pool, T positions of a page, Q query heads, H key-value heads, D head size, V vocabulary.
@@ -176,7 +176,8 @@ class FlatLayer(OwnCache):
 
 
 class OwnToken(OwnCache):
-    """The cache of layers in which every token, a row of its own, sees itself alone: attention gives its values."""
+    """The cache of layers in which every token, a row of its own, sees itself alone: attention gives its values, which
+    sinks would make smaller."""
 
     offset = 0
 
@@ -226,7 +227,7 @@ class FlatForward:
 
     def _own_hidden(self, tokens_M: mx.array) -> mx.array:
         """Hidden states (M, hidden) of tokens of which each sees itself alone."""
-        return self._model.hidden(tokens_M[:, None], [OwnToken()] * self._model.num_layers, None)[:, 0]
+        return self._model.hidden(tokens_M[:, None], [OwnToken() for _ in self._model.make_cache()], None)[:, 0]
 
     def _compile(self, structure: Structure | None) -> Function:
 
@@ -316,8 +317,8 @@ class FlatPrefill:
         return [*computed, logits_SV]
 
     def _trims(self, plan: Plan, num_tokens: int, lora: LoraBinding | None) -> bool:
-        """Whether nothing is read of a unit but its prompts' last tokens, and it pays. LoRA of several versions knows
-        its rows by their places."""
+        """Whether nothing is read of a unit but its prompts' last tokens, and it pays. LoRA of another form than
+        SingleLora's knows its rows by their places."""
         is_alike = lora is None or isinstance(lora, SingleLora)
         is_read = any(job.scorer is not None for job, _ in plan)
         return self._forward.can_trim and num_tokens >= TRIMMED_FROM and is_alike and not is_read

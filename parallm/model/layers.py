@@ -21,7 +21,9 @@ PARTS = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
 TRIAL_TOKENS = [3, 1, 4, 1, 5, 9, 2, 6]
 READ = [2, 3, 5, 7]
 """Places of the trial's tokens that are read."""
-MAX_ERROR, MAX_ERROR_16_BITS = 1e-3, 3e-2
+MAX_DIFFERENCE, MAX_DIFFERENCE_16_BITS = 1e-3, 5e-3
+"""Allowed between hidden states, relative: products of fewer rows may round in another way. A residual that is
+multiplied by 0.99 makes 0.01."""
 
 
 def has_layers(model: SharedModel) -> bool:
@@ -54,14 +56,19 @@ def can_trim(model: SharedModel, forward: Callable[[mx.array], mx.array]) -> boo
     if not has_layers(model) or not all(hasattr(model.trunk.layers[-1], name) for name in PARTS):
         return False
     tokens_M, read_N = mx.array(TRIAL_TOKENS), mx.array(READ)
+
+    def choose(hidden_MH: mx.array) -> mx.array:
+        assert hidden_MH.shape[0] >= len(TRIAL_TOKENS), "a layer that runs again gets what it left"
+        return take_rows(hidden_MH, read_N)
+
     try:
-        expected_NH = take_rows(forward(tokens_M), read_N).astype(mx.float32)
-        with trimmed_last_layer(model, lambda hidden_MH: take_rows(hidden_MH, read_N)):
+        expected_NH = choose(forward(tokens_M)).astype(mx.float32)
+        with trimmed_last_layer(model, choose):
             found_NH = forward(tokens_M)[: len(READ)]
         difference = mx.linalg.norm(found_NH - expected_NH)
     except (AssertionError, AttributeError, IndexError, TypeError, ValueError):  # layers that expect something else
         return False
-    allowed = MAX_ERROR if model.dtype == mx.float32 else MAX_ERROR_16_BITS
+    allowed = MAX_DIFFERENCE if model.dtype == mx.float32 else MAX_DIFFERENCE_16_BITS
     return bool((difference < allowed * mx.linalg.norm(expected_NH)).item())
 
 

@@ -1,6 +1,9 @@
 """Prompts as one flat row give what they give alone; the kernels stand in numpy."""
 
+import json
+import shutil
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -20,7 +23,10 @@ from parallm.model.kernels import flash_attention
 from parallm.model.kernels.cuda import on_cuda
 from parallm.model.kernels.gather import take_rows
 from parallm.model.kernels.page_write import PAGE
+from parallm.model.layers import trimmed_last_layer
+from parallm.model.load import load_shared_model
 from parallm.model.lora.selector import LoraSelector
+from parallm.model.settings import ModelSettings
 from parallm.model.shared_model import SharedModel
 from parallm.types import GenerationRequest
 from tests.model.kernels.flash_emulation import fake_kernel
@@ -70,6 +76,19 @@ class FakeMemory:
     def attend(self, queries: mx.array, keys: mx.array, values: mx.array, *rest: mx.array, **more: Any) -> mx.array:
         pools = (mx.array(self.arrays[id(pool)]) for pool in (keys, values))
         return flash_attention.attend_pages(queries, *pools, *rest, **more)
+
+
+@pytest.fixture
+def trimmed(monkeypatch: pytest.MonkeyPatch) -> list[SharedModel]:
+    """The models of forwards whose last layer was trimmed, one after the other, those of the trial left out."""
+    found: list[SharedModel] = []
+
+    def noted(model: SharedModel, choose: Callable[[mx.array], mx.array]) -> Any:
+        found.append(model)
+        return trimmed_last_layer(model, choose)
+
+    monkeypatch.setattr(flat_prefill, "trimmed_last_layer", noted)
+    return found
 
 
 @pytest.fixture
@@ -131,6 +150,7 @@ def test_prompts_of_any_lengths_give_the_same_flat_as_alone(
     make_prefill: Callable[..., tuple[FlatPrefill, FakeMemory]],
     load_tiny: Callable[..., SharedModel],
     ask: Callable[..., GenerationRequest],
+    trimmed: list[SharedModel],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(flat_prefill, "TRIMMED_FROM", trimmed_from)
@@ -149,22 +169,44 @@ def test_prompts_of_any_lengths_give_the_same_flat_as_alone(
     assert worst(model, jobs) < 2e-4
     assert memory.kept == [(str(place), length) for place, length in enumerate(lengths)]
     assert prefill.num_prompt_tokens == sum(lengths)
+    assert len(trimmed) == (len(units) if prefill._forward.can_trim and trimmed_from == 0 else 0)
+
+
+def test_a_last_layer_that_runs_again_is_not_trimmed(
+    make_prefill: Callable[..., tuple[FlatPrefill, FakeMemory]],
+    tiny_model: Callable[[str], Path],
+    tmp_path: Path,
+    ask: Callable[..., GenerationRequest],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(flat_prefill, "TRIMMED_FROM", 0)
+    shutil.copytree(tiny_model("nanbeige"), tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_loops": 2}))
+    model = load_shared_model(ModelSettings(path=str(tmp_path)))
+    assert len(model.make_cache()) == 2 * model.num_layers
+    prefill, memory = make_prefill(model, 100)
+    assert not prefill._forward.can_trim
+    jobs = [job_of(memory, ask("loops", prompt(70, 1)))]
+    compute_all(prefill, jobs)
+    assert worst(model, jobs) < 2e-4
 
 
 def test_a_last_mlp_of_other_tokens_is_found(
     make_prefill: Callable[..., tuple[FlatPrefill, FakeMemory]],
     load_tiny: Callable[..., SharedModel],
     ask: Callable[..., GenerationRequest],
+    trimmed: list[SharedModel],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(flat_prefill, "TRIMMED_FROM", 0)
     model = load_tiny("llama")
     prefill, memory = make_prefill(model, 100)
-    taken = take_rows
-    monkeypatch.setattr(flat_prefill, "take_rows", lambda hidden, read: taken(hidden, mx.maximum(read - 1, 0)))
+    monkeypatch.setattr(flat_prefill, "take_rows", lambda hidden, read: take_rows(hidden, mx.maximum(read - 1, 0)))
     jobs = [job_of(memory, ask("control", prompt(20, 3)))]
     compute_all(prefill, jobs)
     assert worst(model, jobs) > 1e-2
+    assert trimmed == [model]
 
 
 def test_a_wrong_page_is_found(
@@ -253,6 +295,7 @@ def test_log_probs_of_a_prompt_come_from_its_own_chunks(
     make_prefill: Callable[..., tuple[FlatPrefill, FakeMemory]],
     load_tiny: Callable[..., SharedModel],
     ask: Callable[..., GenerationRequest],
+    trimmed: list[SharedModel],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(flat_prefill, "TRIMMED_FROM", 0)
@@ -267,6 +310,7 @@ def test_log_probs_of_a_prompt_come_from_its_own_chunks(
         logprobs_TV = logits_TV - mx.logsumexp(logits_TV, axis=-1, keepdims=True)
         expected = mx.take_along_axis(logprobs_TV[:-1], mx.array(job.tokens[1:])[:, None], axis=-1)[:, 0].tolist()
         assert found == pytest.approx(expected, abs=1e-4)
+    assert trimmed == []
 
 
 def test_ended_sequences_are_kept_with_their_pages(
@@ -312,14 +356,16 @@ def test_a_trace_serves_other_tokens_positions_and_pages(
 
     monkeypatch.setattr(compiled, "_hidden", count)
     results = []
-    for chunks in ([Chunk(0, 20, [3]), Chunk(64, 70, [4, 5])], [Chunk(5, 9, [1])]):
+    for chunks, read in (([Chunk(0, 20, [3]), Chunk(64, 70, [4, 5])], [19, 25]), ([Chunk(5, 9, [1])], [3, 0])):
         arrays = lay_out(chunks, 32, shapes)
         tokens_M = mx.arange(32) + chunks[0].end
         results += [plain(tokens_M, arrays, pools, None), compiled(tokens_M, arrays, pools, None)]
+        read_C = mx.array(read)
+        assert mx.allclose(compiled(tokens_M, arrays, pools, None, read_C), results[-1][read_C], atol=1e-4).item()
     assert mx.allclose(results[0], results[1], atol=1e-4).item()
     assert mx.allclose(results[2], results[3], atol=1e-4).item()
     assert not mx.allclose(results[0], results[2], atol=1e-2).item()
-    assert num_traced == 1
+    assert num_traced == 2
 
 
 def test_models_that_attend_in_another_way_do_not_fit(

@@ -22,7 +22,7 @@ extern "C" __global__ void __launch_bounds__(32 * WIDE * DEEP, 1)
   constexpr int VECTORS = CHUNK / 32, VECTORS_X = CHUNK / 8;     // of a row
   constexpr int AT_ONCE = THREADS / VECTORS, AT_ONCE_X = THREADS / VECTORS_X;  // rows that a vector each is fetched of
   static_assert(THREADS % VECTORS_X == 0 && AT_ONCE % 2 == 0, "a thread always has the same vector of a row");
-  constexpr int PITCH = CHUNK / 2 + 32, PITCH_X = CHUNK * 2;  // what a quarter of a warp reads has all banks
+  constexpr int PITCH = CHUNK / 2 + 32, PITCH_X = CHUNK * 2;  // of weights: a quarter of a warp reads from all banks
   constexpr int STAGE = HEIGHT * PITCH + TILES * 8 * PITCH_X;
   constexpr int IN_CHUNK = CHUNK / GROUP, OF_VECTOR = SCALE_BYTES / 2;  // groups
   constexpr int SPAN = OF_VECTOR > IN_CHUNK ? OF_VECTOR / IN_CHUNK : 1;  // chunks that share a fetch of scales
@@ -44,7 +44,8 @@ extern "C" __global__ void __launch_bounds__(32 * WIDE * DEEP, 1)
   const int line = threadIdx.x / VECTORS, line_x = threadIdx.x / VECTORS_X;
   const int vector = threadIdx.x % VECTORS, vector_x = threadIdx.x % VECTORS_X;
   // A row of the input lies in lines of 8 vectors, as it comes: copies that mixed lines made products of 32 rows take up
-  // to twice as long. The order within a line depends on one bit of the line and one of the row.
+  // to twice as long. The order within a line depends on one bit of the line and one of the row, so that here, too, a
+  // quarter of a warp reads from all banks.
   auto place_of = [](int row, int vector) { return (row * VECTORS_X + vector) ^ (row % 2 * 2 + vector / 8 % 2); };
   const int own_packed = output_of(first + line) * (width / 8) + vector * 4;
   const int own_x = (first_row + line_x) * width + vector_x * 8;

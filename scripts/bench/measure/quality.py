@@ -10,6 +10,7 @@ from bench.processes import blas_name, work, work_in_parts
 
 COLUMNS = ("blas", "strict", "dtype", "tokens", "bit_equal_fraction", "mean_abs", "max_abs", "kl")
 SIZES = ("mean_abs", "max_abs", "kl")
+TYPES = ("auto", "bfloat16")
 
 
 @measurement(
@@ -93,26 +94,33 @@ def parity_on_gpu(request: Request) -> Iterator[Figures]:
     {
         "gpu.parity.rollout_speed_vs_bfloat16": Bar(min=0.97, needs="gpu model"),
         "gpu.parity.update_speed_vs_bfloat16": Bar(min=0.97, needs="gpu model"),
+        "gpu.parity.control_rollout_speed_of_place": Bar(),
+        "gpu.parity.control_update_speed_of_place": Bar(),
     },
-    minutes=1,
+    minutes=3,
     needs="gpu",
     is_quick_anywhere=True,
 )
 def precision_speed(request: Request) -> Iterator[Figures]:
-    """What agreement costs: tokens/s of steps of 64 problems x 16 in the type of `model.dtype=auto` over bfloat16's."""
+    """What agreement costs: tokens/s of steps of 64 problems x 16 in the type of `model.dtype=auto` over bfloat16's.
+
+    Two processes, in which either type is loaded first. The control is what the first place gives, whatever its type.
+    """
     sizes = {"prompts": request.size(64, 2), "group_size": request.size(16, 2), "max_tokens": request.size(160, 8)}
-    job = {"model": request.model, "data": request.data, **sizes, "steps": request.size(12, 2)}
-    steps: list[dict[str, dict[str, float]]] = []
-    for step in work_in_parts("precision_speed", is_peer=False, **job):
-        print(f"  {step}", flush=True)
-        steps.append(step)
-        if len(steps) % 2 == 0:  # as many begin with either type
-            yield {
-                f"gpu.parity.{what}_speed_vs_bfloat16": median(
-                    step["auto"][what] / step["bfloat16"][what] for step in steps
-                )
-                for what in ("rollout", "update")
-            }
+    job = {"model": request.model, "data": request.data, **sizes, "steps": request.size(8, 2)}
+    ratios: dict[str, list[float]] = {"rollout": [], "update": []}
+    for types in (TYPES, TYPES[::-1]):
+        steps = []
+        for step in work_in_parts("precision_speed", is_peer=False, types=types, **job):
+            print(f"  {step}", flush=True)
+            steps.append(step)
+        for what, of_orders in ratios.items():
+            of_orders.append(median(step["auto"][what] / step["bfloat16"][what] for step in steps))
+    for what, (auto_first, auto_last) in ratios.items():
+        yield {
+            f"gpu.parity.{what}_speed_vs_bfloat16": (auto_first * auto_last) ** 0.5,
+            f"gpu.parity.control_{what}_speed_of_place": (auto_first / auto_last) ** 0.5,
+        }
 
 
 def show_parity(found: Mapping[str, Mapping[str, Any]]) -> None:
