@@ -100,7 +100,12 @@ give(
     {"intervals.worst_width_ratio": Bar(max=1.3), "intervals.control_coverage": Bar(max=0.5)},
 )
 EXACT_PACKINGS = {"hybrid.packings_exact": Bar(min=200), "hybrid.packings_worst_error": Bar(max=1e-4)}
-give("hybrid_families", "engine/test_hybrids.py", 6, {"hybrid.families_exact": Bar(min=21)})
+FAMILIES = {
+    "hybrid.families_exact": Bar(min=21, needs="strict"),
+    "hybrid.families_alike": Bar(min=21, needs="gpu"),
+    "hybrid.families_k3": Bar(max=1e-5),
+}
+give("hybrid_families", "engine/test_hybrids.py", 6, FAMILIES, families_k3=max)
 give("hybrid_packings", "learner/passes/test_hybrids.py", 4, EXACT_PACKINGS, packings_worst_error=max)
 REFERENCES = {"hybrid.reference_logits_error": Bar(max=1e-3), "hybrid.reference_gradients_error": Bar(max=1e-3)}
 LEARNING = {f"{name}.learning_accuracy": Bar(min=0.85) for name in ("hybrid", "experts")}
