@@ -176,7 +176,9 @@ class StepBatch:
 
     groups: tuple[TrajectoryGroup, ...]
     with_signal: tuple[TrajectoryGroup, ...]
-    """The groups to train on."""
+    """The groups whose rewards differ."""
+    trained: tuple[TrajectoryGroup, ...]
+    """Those to train on: all, or those with signal."""
     num_stale: int
     """Number of trajectories of clients, or groups of Atropos, that have become too old since the last step."""
     figures: Mapping[str, float] = field(default_factory=dict)

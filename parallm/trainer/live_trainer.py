@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Generic, Protocol, TypeVar
 
+from parallm.learner.learner import Learner
 from parallm.metrics.step import StepMetrics
 from parallm.rollout.collector import RolloutBatch, StepBatch
 from parallm.rollout.live.source import LiveSource
@@ -35,8 +36,9 @@ class GroupSource(Protocol):
         """Whether a step may begin; drops groups more than `limit` versions older than `version`."""
         ...
 
-    def take(self, step: int) -> StepBatch:
-        """The groups of `step`; called after `is_ready`."""
+    def take(self, step: int, *, needs_all_groups: bool = False) -> StepBatch:
+        """The groups of `step`, of which those with equal rewards are trained on if `needs_all_groups`; called after
+        `is_ready`."""
         ...
 
 
@@ -57,6 +59,8 @@ class LiveTrainer(Loop, Generic[Source]):
         rollout: RolloutSettings,
     ) -> None:
         super().__init__(context, settings)
+        assert isinstance(context.learner, Learner), "a reward model samples nothing"
+        self._needs_all = context.learner.needs_all_groups
         self._source = source
         self._rollout = rollout
         self._last_end, self._last_served = time.perf_counter(), self._served()
@@ -73,15 +77,16 @@ class LiveTrainer(Loop, Generic[Source]):
 
     async def _one_step(self) -> Verdict:
         began = time.perf_counter()
-        step_batch, version = self._source.take(self._step + 1), self._context.learner.adapter.version
+        step_batch = self._source.take(self._step + 1, needs_all_groups=self._needs_all)
+        version = self._context.learner.adapter.version
         rollout_batch = RolloutBatch(first=step_batch.groups, sampled=step_batch.groups, seconds=began - self._last_end)
         self._set("updating")
-        update = await self._update(step_batch.with_signal, max_tokens=self._rollout.max_tokens)
+        update = await self._update(step_batch.trained, max_tokens=self._rollout.max_tokens)
         ended, served = time.perf_counter(), self._served()
         metrics = step_metrics(
             step=self._step + 1,
             rollout_batch=rollout_batch,
-            off_policy=off_policy_report(step_batch.with_signal, version, step_batch.num_stale),
+            off_policy=off_policy_report(step_batch.trained, version, step_batch.num_stale),
             update=update,
             update_seconds=ended - began,
             total_seconds=ended - self._last_end,
@@ -91,7 +96,7 @@ class LiveTrainer(Loop, Generic[Source]):
         figures = {**step_batch.figures, **self._source.waiting}
         metrics = replace(metrics, groups_with_signal=len(step_batch.with_signal), source=figures)
         self._last_end, self._last_served = ended, served
-        verdict = await self._judge(metrics, trained=step_batch.with_signal, sampled=step_batch.groups)
+        verdict = await self._judge(metrics, trained=step_batch.trained, sampled=step_batch.groups)
         self._finish(metrics, step_batch.groups)
         return verdict
 

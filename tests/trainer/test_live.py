@@ -124,6 +124,23 @@ def test_completions_of_different_prompts_have_the_step_for_a_baseline(run: Call
     assert row["update/gradient_norm"] > 0
 
 
+@pytest.mark.parametrize(
+    "learner", [{}, {"kl_coefficient": 0.1}, {"advantage": "reinforce_pp"}], ids=["groups", "kl", "step"]
+)
+def test_equal_rewards_are_trained_on_where_the_objective_says_so(
+    run: Callable[..., int], tmp_path: Path, learner: dict[str, Any]
+) -> None:
+    def act(client: httpx.Client) -> None:
+        for number, rewards in enumerate(((1.0, 1.0), (1.0, 0.0), (1.0, 0.0))):
+            for name, reward in zip(ask(client, f"{number} + 1", ignore_eos=True), rewards, strict=True):
+                send(client, name, reward)
+
+    assert run(act, learner=learner, trainer={"steps": 1}) == 0
+    (row,) = rows_of(tmp_path / "run")
+    assert (row["groups/sampled"], row["groups/with_signal"]) == (3, 2)
+    assert row["update/tokens"] == (6 if learner else 4) * 8
+
+
 def test_what_waits_for_clients_can_be_paused_saved_and_stopped(run: Callable[..., int], tmp_path: Path) -> None:
     def act(client: httpx.Client) -> None:
         assert client.post("/v1/training/checkpoint").status_code == 409  # answers, though no step has been

@@ -126,14 +126,21 @@ class AtroposSource:
             self.message = self.explain(self.facts()) or ""
         return False
 
-    def take(self, step: int) -> StepBatch:
-        """Return the groups of one batch, after `is_ready`."""
+    def take(self, step: int, *, needs_all_groups: bool = False) -> StepBatch:
+        """Return the groups of one batch, after `is_ready`. `needs_all_groups`: also train on those whose rewards are
+        equal."""
         groups, self._groups = tuple(self._groups), ()
         num_stale, self._num_stale = self._num_stale, 0
         self._explained_at = time.monotonic()
         self._reset_wait()
         with_signal = tuple(group for group in groups if group.has_signal)
-        return StepBatch(groups=groups, with_signal=with_signal, num_stale=num_stale, figures=self._figures())
+        return StepBatch(
+            groups=groups,
+            with_signal=with_signal,
+            trained=groups if needs_all_groups else with_signal,
+            num_stale=num_stale,
+            figures=self._figures(),
+        )
 
     def facts(self) -> AtroposFacts:
         return AtroposFacts(

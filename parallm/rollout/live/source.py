@@ -211,16 +211,20 @@ class LiveSource:
             "their rewards first, or `trajectories` with this request"
         )
 
-    def take(self, step: int) -> StepBatch:
-        """Return the groups of `step`, after `is_ready`, and reserve them."""
+    def take(self, step: int, *, needs_all_groups: bool = False) -> StepBatch:
+        """Return the groups of `step`, after `is_ready`, and reserve them. `needs_all_groups`: also train on those
+        whose rewards are equal."""
         groups = self._grouping.take(self._grouping.recorded_groups(self._buffer, self._buffer.now))
         self._buffer.reserve([record.trajectory_id for group in groups for record in group], step)
         num_stale, self._num_stale = self._num_stale, 0
-        groups_with_signal = self._grouping.parts(filter(has_signal, groups))
-        self._batch = tuple(tuple(record.trajectory_id for record in group) for group in groups_with_signal)
+        parts = self._grouping.parts(groups)
+        parts_with_signal = self._grouping.parts(filter(has_signal, groups))
+        trained = parts if needs_all_groups else parts_with_signal
+        self._batch = tuple(tuple(record.trajectory_id for record in group) for group in trained)
         return StepBatch(
-            groups=tuple(map(_trajectory_group, self._grouping.parts(groups))),
-            with_signal=tuple(map(_trajectory_group, groups_with_signal)),
+            groups=tuple(map(_trajectory_group, parts)),
+            with_signal=tuple(map(_trajectory_group, parts_with_signal)),
+            trained=tuple(map(_trajectory_group, trained)),
             num_stale=num_stale,
         )
 
@@ -231,7 +235,7 @@ class LiveSource:
     def failed(self, step: int, culprits: Collection[tuple[int, int]]) -> None:
         """Let what `step` took wait again, after a fault because of which it changed nothing, except the culprits.
 
-        `culprits` are indices of a group with signal and of a trajectory in it. If they are all of the step, none is
+        `culprits` are indices of a trained group and of a trajectory in it. If they are all of the step, none is
         dropped, since the real one is unknown.
         """
         ids = {self._batch[group][index] for group, index in culprits}

@@ -103,6 +103,22 @@ def test_a_step_gets_the_groups_of_one_batch_and_no_more_are_fetched_meanwhile(
     play(use)
 
 
+@pytest.mark.parametrize("needs_all_groups", [False, True])
+def test_equal_rewards_are_trained_on_where_the_learner_needs_all_groups(
+    needs_all_groups: bool, play: Callable[..., None], run_api: RunApi
+) -> None:
+    async def use(source: AtroposSource) -> None:
+        await registered(source)
+        run_api.post(give(source, 0) | {"scores": [0.5, 0.5]})
+        run_api.post(give(source, 1))
+        await ready(source)
+        batch = source.take(1, needs_all_groups=needs_all_groups)
+        assert (len(batch.groups), len(batch.with_signal)) == (2, 1)
+        assert batch.trained == (batch.groups if needs_all_groups else batch.with_signal)
+
+    play(use)
+
+
 def test_what_becomes_too_old_while_it_waits_is_dropped_by_groups(play: Callable[..., None], run_api: RunApi) -> None:
     async def use(source: AtroposSource) -> None:
         await registered(source)

@@ -66,6 +66,19 @@ def test_groups_without_signal_are_reported_and_do_not_count(source: LiveSource,
     batch = source.take(1)
     assert [group.rewards for group in batch.groups] == [(1.0, 1.0), (1.0, 0.0), (1.0, 0.0)]
     assert [group.rewards for group in batch.with_signal] == [(1.0, 0.0), (1.0, 0.0)]
+    assert batch.trained == batch.with_signal
+
+
+def test_groups_without_signal_are_trained_on_where_the_learner_needs_all(source: LiveSource, record: Record) -> None:
+    for prompt, other in ((1, 1.0), (2, 0.0), (3, 0.0)):
+        record(source, f"{prompt}a", prompt=prompt, reward=1.0)
+        record(source, f"{prompt}b", prompt=prompt, reward=other)
+    batch = source.take(1, needs_all_groups=True)
+    assert [group.rewards for group in batch.trained] == [(1.0, 1.0), (1.0, 0.0), (1.0, 0.0)]
+    assert batch.with_signal == batch.trained[1:]
+    source.failed(1, [(0, 1)])  # a culprit is counted in what was trained on
+    with pytest.raises(UnknownTrajectory, match=r"no trajectory '1b' waits for a reward: it was dropped \(fault\)"):
+        source.reward("1b", 0.5)
 
 
 def test_a_step_waits_for_as_many_groups_with_signal_however_many_there_are_without(
