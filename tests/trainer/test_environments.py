@@ -95,8 +95,8 @@ def test_groups_without_signal_are_trained_on_where_kl_to_the_base_acts_on_them(
     assert {group.has_signal for group in trained} == ({True, False} if coefficient else {True})
 
 
-@pytest.mark.parametrize("advantage", ["batch_std", "reinforce_pp", "reinforce_pp_baseline"])
-def test_groups_without_signal_are_trained_on_where_the_advantage_is_of_the_whole_step(
+@pytest.mark.parametrize("advantage", ["batch_std", "reinforce_pp", "reinforce_pp_baseline", "reward"])
+def test_groups_without_signal_are_trained_on_where_the_advantage_is_not_of_the_group(
     train: Train, trained: list[TrajectoryGroup], tmp_path: Path, advantage: str
 ) -> None:
     rollout = {"problems_per_step": 6, "group_size": 2}

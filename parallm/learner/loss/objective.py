@@ -75,14 +75,15 @@ class Objective:
 
     @property
     def needs_all_groups(self) -> bool:
-        """Whether groups with equal rewards count: in the advantages of all groups, by KL to the base or the bonus.
+        """Whether groups with equal rewards count: in the advantages of all groups or as advantages, by KL to the base
+        or the bonus.
 
         KL in the reward makes rewards differ; divided by their standard deviation, KL alone would count as much as
         rewards, so such groups are dropped with `group_std`. KL to the sampler does not count, as in prime-rl.
         """
         is_amplified = self.kl_placement == "reward" and self.advantage == "group_std"
         has_gradient = self.entropy_coefficient > 0 or (self.needs_base and not is_amplified)
-        return has_gradient or self.advantage in OF_STEP
+        return has_gradient or self.advantage in (*OF_STEP, "reward")
 
 
 def token_weight(objective: Objective, *, length: int, num_tokens: int, num_completions: int, max_tokens: int) -> float:

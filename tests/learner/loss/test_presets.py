@@ -91,6 +91,7 @@ def test_all_contradictions_are_named_at_once() -> None:
         ({"preset": "reinforce_pp"}, True),  # whitened over all tokens of the step
         ({"advantage": "reinforce_pp"}, True),
         ({"advantage": "batch_std"}, True),
+        ({"advantage": "reward"}, True),
     ],
     ids=str,
 )
