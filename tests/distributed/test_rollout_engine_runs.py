@@ -45,8 +45,8 @@ def test_servers_that_come_and_go_leave_the_run_as_it_is_without_them(
     make_server: MakeServer, train: MakeTrainer
 ) -> None:
     first, second = make_server("first"), make_server("second")
-    whole = train("whole", "trainer.steps=7").finish()
-    run = train("run", "trainer.steps=7", urls=[first.url, second.url])
+    whole = train("whole", "trainer.steps=6").finish()
+    run = train("run", "trainer.steps=6", urls=[first.url, second.url])
     run.wait_for_step(2)
     first.kill()
     run.wait_for_step(4)
