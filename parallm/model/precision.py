@@ -15,6 +15,7 @@ import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from parallm.model.kernels.cuda import on_cuda
+from parallm.model.layers import replaced_layers
 from parallm.model.quantized import stored_dtype
 from parallm.model.shared_model import SharedModel, can_batch
 
@@ -40,16 +41,12 @@ def is_in_range(model: SharedModel) -> bool:
     """
     if model.trunk_owner is None:
         return False
-    trunk, largest = model.trunk, list[mx.array]()
-    layers = trunk.layers
-    trunk.layers = [_Watched(layer, largest) for layer in layers]
-    try:
+    largest: list[mx.array] = []
+    with replaced_layers(model, [_Watched(layer, largest) for layer in model.trunk.layers]):
         step = max(1, model.vocabulary_size // TRIAL_TOKENS)
         tokens_1T = mx.arange(0, model.vocabulary_size, step)[None]
         hidden_1TH = model.hidden(tokens_1T, model.make_cache(), None)
         logits_TV = model.head(mx.squeeze(hidden_1TH, 0))
-    finally:
-        trunk.layers = layers
     limit = float(mx.finfo(mx.float16).max) / MARGIN
     return bool((mx.isfinite(logits_TV).all() & (mx.stack(largest).max() <= limit)).item())
 

@@ -98,9 +98,9 @@ def test_completions_of_a_step_end_at_the_same_limits_on_both_sides(monkeypatch:
 
 
 def test_both_sides_run_with_tiny_sizes() -> None:
-    wanted = ("engine.cpu.load.groups.", "engine.cpu.load.lora8.")
+    wanted = ("engine.cpu.load.b1.", "engine.cpu.load.groups.", "engine.cpu.load.lora8.")
     figures = engine.loads(Request(wanted=wanted, is_quick=True))
-    assert len(figures) == 2
+    assert len(figures) == 3
     assert all(value is not None and value > 0 for value in figures.values())
 
 

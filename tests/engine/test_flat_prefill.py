@@ -80,7 +80,7 @@ class FakeMemory:
 
 @pytest.fixture
 def trimmed(monkeypatch: pytest.MonkeyPatch) -> list[SharedModel]:
-    """The models of forwards whose last layer was trimmed, one after the other, those of the trial left out."""
+    """Lets short units be trimmed, too. The models of forwards whose last layer was, in turn, without the trial's."""
     found: list[SharedModel] = []
 
     def noted(model: SharedModel, choose: Callable[[mx.array], mx.array]) -> Any:
@@ -88,6 +88,7 @@ def trimmed(monkeypatch: pytest.MonkeyPatch) -> list[SharedModel]:
         return trimmed_last_layer(model, choose)
 
     monkeypatch.setattr(flat_prefill, "trimmed_last_layer", noted)
+    monkeypatch.setattr(flat_prefill, "TRIMMED_FROM", 0)
     return found
 
 
@@ -177,9 +178,8 @@ def test_a_last_layer_that_runs_again_is_not_trimmed(
     tiny_model: Callable[[str], Path],
     tmp_path: Path,
     ask: Callable[..., GenerationRequest],
-    monkeypatch: pytest.MonkeyPatch,
+    trimmed: list[SharedModel],
 ) -> None:
-    monkeypatch.setattr(flat_prefill, "TRIMMED_FROM", 0)
     shutil.copytree(tiny_model("nanbeige"), tmp_path, dirs_exist_ok=True)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_loops": 2}))
@@ -190,6 +190,7 @@ def test_a_last_layer_that_runs_again_is_not_trimmed(
     jobs = [job_of(memory, ask("loops", prompt(70, 1)))]
     compute_all(prefill, jobs)
     assert worst(model, jobs) < 2e-4
+    assert trimmed == []
 
 
 def test_a_last_mlp_of_other_tokens_is_found(
@@ -199,7 +200,6 @@ def test_a_last_mlp_of_other_tokens_is_found(
     trimmed: list[SharedModel],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(flat_prefill, "TRIMMED_FROM", 0)
     model = load_tiny("llama")
     prefill, memory = make_prefill(model, 100)
     monkeypatch.setattr(flat_prefill, "take_rows", lambda hidden, read: take_rows(hidden, mx.maximum(read - 1, 0)))
@@ -250,9 +250,9 @@ def test_a_unit_has_versions_that_stack(
     load_tiny: Callable[..., SharedModel],
     ask: Callable[..., GenerationRequest],
     random_adapter: Callable[..., Adapter],
+    trimmed: list[SharedModel],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(flat_prefill, "TRIMMED_FROM", 0)
     model = load_tiny("llama")
     prefill, memory = make_prefill(model, 512)
     versions = [random_adapter(model, version) for version in (1, 2)]
@@ -263,6 +263,7 @@ def test_a_unit_has_versions_that_stack(
     monkeypatch.setattr(LoraSelector, "can_stack", lambda *_: stacks)
     units = [[name for name, _ in unit] for unit in compute_all(prefill, jobs)]
     assert units == ([["0", "2", "3"], ["1"]] if stacks else [["0", "3"], ["1"], ["2"]])
+    assert len(trimmed) == (1 if stacks else 3)  # all but that of several versions
     assert worst(model, jobs) < 2e-4
     jobs[0].sequences[0].adapter = versions[1]
     assert worst(model, jobs) > 1e-3, "the versions differ"
@@ -296,9 +297,7 @@ def test_log_probs_of_a_prompt_come_from_its_own_chunks(
     load_tiny: Callable[..., SharedModel],
     ask: Callable[..., GenerationRequest],
     trimmed: list[SharedModel],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(flat_prefill, "TRIMMED_FROM", 0)
     model = load_tiny("llama")
     prefill, memory = make_prefill(model, 100)
     jobs = [job_of(memory, ask(str(place), prompt(90, place), prompt_logprobs=0)) for place in range(2)]

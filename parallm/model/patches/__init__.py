@@ -23,7 +23,7 @@
 | `__call__` of layers that take a cache, in models with states | `recurrence.py` | packed rows as one row |
 | `KVCache` of a layer | `engine/kv/cache.py`, `learner/passes/packing.py` | slots, packed sequences |
 | `ArraysCache`, `CacheList` of a layer | `learner/passes/packing.py` | packed sequences |
-| the trunk's list `layers` | `learner/passes/` | gradient checkpointing; a last layer of fewer tokens |
+| the trunk's list `layers` | `layers.py` | gradient checkpointing; a last layer of fewer tokens; trials |
 | `TokenizerWrapper`, `TextStateMachine` | `chat/` | the tokenizer inside; reasoning and tool calls |
 | `mlx_lm.utils._download` | `load.py` | hub ids |
 

@@ -69,7 +69,7 @@ def test_kernels_that_agree_with_the_operations_stay_on(
     ("name", "old", "new", "said"),
     [
         ("delta_outputs", "x *= gate, y *= gate", "", "whole chunks differ"),
-        pytest.param("conv_step", "tokens[i + 1]", "tokens[i]", "steps differ", marks=pytest.mark.slow),
+        ("conv_step", "tokens[i + 1]", "tokens[i]", "steps differ"),
         pytest.param(
             *("delta_inputs_gradient", "strength * (1.0f - strength)", "strength", "layers differ"),
             marks=pytest.mark.slow,
@@ -134,9 +134,7 @@ def test_the_kernel_of_experts_stays_on_if_it_agrees(
     [
         ("grouped_gemm", "(n * 2 + lane / 16) ^ lane % 8", "(n * 2 + lane / 16)"),  # of the gradient
         ("grouped_gemm", "factors += expert", "factors += 0 * expert"),  # of the sum
-        pytest.param(
-            "grouped_gemm_tiles", "starts[low] + (tile", "starts[low] / 8 * 8 + (tile", marks=pytest.mark.slow
-        ),
+        ("grouped_gemm_tiles", "starts[low] + (tile", "starts[low] / 8 * 8 + (tile"),
     ],
 )
 def test_a_kernel_of_experts_that_differs_is_turned_off_with_a_warning(
