@@ -1,7 +1,8 @@
 """Are the numbers of the engine those of the learner, and is no token older than allowed?"""
 
 from collections.abc import Iterator, Mapping
-from statistics import median
+from math import exp, hypot, log
+from statistics import mean, median, stdev
 from typing import Any
 
 from bench.compare import in_turns, print_table, ratio
@@ -97,29 +98,33 @@ def parity_on_gpu(request: Request) -> Iterator[Figures]:
         "gpu.parity.control_rollout_speed_of_place": Bar(),
         "gpu.parity.control_update_speed_of_place": Bar(),
     },
-    minutes=3,
+    minutes=6,
     needs="gpu",
     is_quick_anywhere=True,
 )
 def precision_speed(request: Request) -> Iterator[Figures]:
     """What agreement costs: tokens/s of steps of 64 problems x 16 in the type of `model.dtype=auto` over bfloat16's.
 
-    Two processes, in which either type is loaded first. The control is what the first place gives, whatever its type.
+    Two processes, in which either type is loaded first; the types take turns in each. A step of these sizes takes up
+    to a third longer than the next one, so it is their geometric mean over many steps; its standard error is printed.
+    The control is what the first place gives, whatever its type.
     """
     sizes = {"prompts": request.size(64, 2), "group_size": request.size(16, 2), "max_tokens": request.size(160, 8)}
-    job = {"model": request.model, "data": request.data, **sizes, "steps": request.size(8, 2)}
-    ratios: dict[str, list[float]] = {"rollout": [], "update": []}
+    job = {"model": request.model, "data": request.data, **sizes, "steps": request.size(40, 2)}
+    logs: dict[str, list[list[float]]] = {"rollout": [], "update": []}
     for types in (TYPES, TYPES[::-1]):
         steps = []
         for step in work_in_parts("precision_speed", is_peer=False, types=types, **job):
             print(f"  {step}", flush=True)
             steps.append(step)
-        for what, of_orders in ratios.items():
-            of_orders.append(median(step["auto"][what] / step["bfloat16"][what] for step in steps))
-    for what, (auto_first, auto_last) in ratios.items():
+        for what, of_orders in logs.items():
+            of_orders.append([log(step["auto"][what] / step["bfloat16"][what]) for step in steps])
+    for what, (auto_first, auto_last) in logs.items():
+        spread = hypot(stdev(auto_first), stdev(auto_last)) / 2
+        print(f"  {what}: standard error {spread / len(auto_first) ** 0.5:.3f}", flush=True)
         yield {
-            f"gpu.parity.{what}_speed_vs_bfloat16": (auto_first * auto_last) ** 0.5,
-            f"gpu.parity.control_{what}_speed_of_place": (auto_first / auto_last) ** 0.5,
+            f"gpu.parity.{what}_speed_vs_bfloat16": exp((mean(auto_first) + mean(auto_last)) / 2),
+            f"gpu.parity.control_{what}_speed_of_place": exp((mean(auto_first) - mean(auto_last)) / 2),
         }
 
 

@@ -15,6 +15,8 @@ from parallm.types import POLICY, SamplingParams
 
 WARM_UP = 3
 """First steps, in which buffers and graphs are made."""
+UPDATES = 4
+"""Updates of each type in a step, in turns: one takes a fifth of a second, less than a host's pauses."""
 
 
 async def main(
@@ -28,20 +30,27 @@ async def main(
             sides[dtype] = bench, await bench.make_learner(0.0)
         for step in range(WARM_UP + steps):
             sampling = SamplingParams(max_tokens=max_tokens, seed=step)
-            found = {}
-            for dtype in types if step % 2 == 0 else types[::-1]:
-                bench, learner = sides[dtype]
+            order = types if step % 2 == 0 else types[::-1]
+            sampled = {}
+            found: dict[str, dict[str, Any]] = {}
+            for dtype in order:
+                bench, _ = sides[dtype]
                 requests = bench.requests(f"{dtype}-{step}", data, prompts, sampling, n=group_size, model=POLICY)
                 began = time.perf_counter()
-                groups = await bench.sampled_groups(requests, step)
-                sampled = time.perf_counter()
-                report = await bench.update(learner, groups, step, max_tokens)
-                ended = time.perf_counter()
+                sampled[dtype] = groups = await bench.sampled_groups(requests, step)
+                seconds = time.perf_counter() - began
                 num_tokens = sum(len(one.tokens) for group in groups for one in group.trajectories)
-                found[dtype] = {
-                    "rollout": num_tokens / (sampled - began),
-                    "update": report.num_tokens / (ended - sampled),
-                    "computed": str(bench.model.dtype).removeprefix("mlx.core."),
-                }
+                computed = str(bench.model.dtype).removeprefix("mlx.core.")
+                found[dtype] = {"rollout": num_tokens / seconds, "computed": computed}
+            num_trained, trained_for = dict.fromkeys(types, 0), dict.fromkeys(types, 0.0)
+            for turn in range(UPDATES):
+                for dtype in order if turn % 2 == 0 else order[::-1]:
+                    bench, learner = sides[dtype]
+                    began = time.perf_counter()
+                    report = await bench.update(learner, sampled[dtype], step, max_tokens)
+                    trained_for[dtype] += time.perf_counter() - began
+                    num_trained[dtype] += report.num_tokens
+            for dtype in types:
+                found[dtype]["update"] = num_trained[dtype] / trained_for[dtype]
             if step >= WARM_UP:
                 yield found
