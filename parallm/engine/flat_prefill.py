@@ -191,6 +191,24 @@ class OwnToken(OwnCache):
         return mx.repeat(values, queries.shape[1] // values.shape[1], axis=1)
 
 
+@dataclass(frozen=True, slots=True)
+class Read:
+    """The tokens of a unit that are read, int32 (C,), and their LoRA."""
+
+    places_C: mx.array
+    lora: LoraBinding | None
+
+    @classmethod
+    def of(cls, arrays: Arrays, lora: LoraBinding | None) -> "Read":
+        """From `arrays()`, for a unit with `lora`."""
+        places_C, *rows = arrays
+        return cls(places_C, lora.of_rows(rows) if isinstance(lora, SegmentedLora) else lora)
+
+    def arrays(self) -> Arrays:
+        """What differs from unit to unit."""
+        return [self.places_C, *(self.lora.rows() if isinstance(self.lora, SegmentedLora) else [])]
+
+
 class FlatForward:
     """The trunk of a model over flat rows. It is compiled, as Python takes longer to build the graph of a short prompt
     than a GPU to compute it: MLX keeps a trace for each number of tokens and structure of the LoRA."""
@@ -209,17 +227,16 @@ class FlatForward:
         arrays: Arrays,
         pools: Arrays,
         lora: LoraBinding | None,
-        read_C: mx.array | None = None,
+        read: Read | None = None,
     ) -> mx.array:
-        """Hidden states (M, hidden), not evaluated, or of the tokens at `read_C` (C, hidden) if the model `can_trim`;
+        """Hidden states (M, hidden), not evaluated, or of the tokens that are read (C, hidden) if the model `can_trim`;
         `arrays` are those of `lay_out`, `pools` keys and values of each layer in turn."""
-        read = [] if read_C is None else [read_C]
         if self._is_compiled and (lora is None or isinstance(lora, SingleLora | SegmentedLora)):
             structure, weights = (None, []) if lora is None else (lora.structure(), lora.arrays())
             if structure not in self._functions:
                 self._functions[structure] = self._compile(structure)
             try:
-                return self._functions[structure](tokens_M, arrays, pools, weights, read)
+                return self._functions[structure](tokens_M, arrays, pools, weights, read.arrays() if read else [])
             except ValueError as error:  # MLX's, for a model that reads an array while it runs, such as dbrx
                 logger.warning("prompts are not compiled: %s", error)
                 self._is_compiled = False
@@ -232,19 +249,20 @@ class FlatForward:
     def _compile(self, structure: Structure | None) -> Function:
 
         def forward(tokens_M: mx.array, arrays: Arrays, pools: Arrays, weights: Arrays, read: Arrays) -> mx.array:
-            return self._hidden(tokens_M, arrays, pools, None if structure is None else structure.lora(weights), read)
+            lora = None if structure is None else structure.lora(weights)
+            return self._hidden(tokens_M, arrays, pools, lora, Read.of(read, lora) if read else None)
 
         compiled: Function = mx.compile(forward)
         return compiled
 
     def _hidden(
-        self, tokens_M: mx.array, arrays: Arrays, pools: Arrays, lora: LoraBinding | None, read: Arrays
+        self, tokens_M: mx.array, arrays: Arrays, pools: Arrays, lora: LoraBinding | None, read: Read | None
     ) -> mx.array:
         layout = FlatLayout(arrays, self._shapes)
         layers = [FlatLayer(layout, keys, values) for keys, values in zip(pools[::2], pools[1::2], strict=True)]
-        if not read:
+        if read is None:
             return self._model.hidden(tokens_M[:, None], layers, lora)[:, 0]
-        with trimmed_last_layer(self._model, lambda hidden_MH: take_rows(hidden_MH, read[0])):
+        with trimmed_last_layer(self._model, lambda hidden_MH: take_rows(hidden_MH, read.places_C), read.lora):
             return self._model.hidden(tokens_M[:, None], layers, lora)[:, 0]
 
 
@@ -293,14 +311,15 @@ class FlatPrefill:
         tokens_M = _int32(*tokens, np.zeros(num_tokens - used))
         arrays = lay_out([chunk for _, chunk in plan], num_tokens, self._shapes)
         pools = [array for layer in self._memory.layers for array in layer]
-        adapters, lengths = zip(*((job.segment()[1], chunk.size) for job, chunk in plan), strict=True)
-        lora = self._loras.select_flat([*adapters, adapters[-1]], [*lengths, num_tokens - used])
         ends = list(accumulate(chunk.size for _, chunk in plan))
         done = [(job, end - 1) for (job, chunk), end in zip(plan, ends, strict=True) if chunk.end == len(job.tokens)]
         last_S, computed = [place for _, place in done], list[mx.array]()
-        if self._trims(plan, num_tokens, lora):
-            read_C = _int32(last_S, np.zeros(MAX_CHUNKS - len(last_S)))
-            hidden_SH = self._forward(tokens_M, arrays, pools, lora, read_C)[: max(1, len(last_S))]
+        read_C = [*last_S, *[0] * (MAX_CHUNKS - len(last_S))]
+        adapters, lengths = zip(*((job.segment()[1], chunk.size) for job, chunk in plan), strict=True)
+        lora, read_lora = self._loras.select_flat([*adapters, adapters[-1]], [*lengths, num_tokens - used], read_C)
+        if self._trims(plan, num_tokens):
+            read = Read(_int32(read_C), read_lora)
+            hidden_SH = self._forward(tokens_M, arrays, pools, lora, read)[: max(1, len(last_S))]
         else:
             hidden_MH = self._forward(tokens_M, arrays, pools, lora)
             computed += self._scored(plan, ends, hidden_MH)
@@ -316,12 +335,10 @@ class FlatPrefill:
             self._memory.keep(job.sequences[0], job.table, len(job.tokens))
         return [*computed, logits_SV]
 
-    def _trims(self, plan: Plan, num_tokens: int, lora: LoraBinding | None) -> bool:
-        """Whether nothing is read of a unit but its prompts' last tokens, and it pays. LoRA of another form than
-        SingleLora's knows its rows by their places."""
-        is_alike = lora is None or isinstance(lora, SingleLora)
+    def _trims(self, plan: Plan, num_tokens: int) -> bool:
+        """Whether nothing is read of a unit but its prompts' last tokens, and it pays."""
         is_read = any(job.scorer is not None for job, _ in plan)
-        return self._forward.can_trim and num_tokens >= TRIMMED_FROM and is_alike and not is_read
+        return self._forward.can_trim and num_tokens >= TRIMMED_FROM and not is_read
 
     def _scored(self, plan: Plan, ends: Ordered[int], hidden_MH: mx.array) -> list[mx.array]:
         """Log-probs of prompts that are asked for."""

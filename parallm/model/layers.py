@@ -6,14 +6,16 @@ Axes: M computed tokens, each a row of one; N tokens that are read, H hidden.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from parallm.model.kernels.gather import take_rows
+from parallm.model.lora.linear import LoraBinding
 from parallm.model.shared_model import SharedModel
 
 PARTS = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
@@ -43,10 +45,16 @@ def replaced_layers(model: SharedModel, layers: list[Any]) -> Iterator[None]:
 
 
 @contextmanager
-def trimmed_last_layer(model: SharedModel, choose: Callable[[mx.array], mx.array]) -> Iterator[None]:
-    """Inside the block the last layer of a model that `can_trim` ends with the tokens of `choose`, (M, H) -> (N, H)."""
+def trimmed_last_layer(
+    model: SharedModel, choose: Callable[[mx.array], mx.array], lora: LoraBinding | None = None
+) -> Iterator[None]:
+    """Inside the block the last layer of a model that `can_trim` ends with the tokens of `choose`, (M, H) -> (N, H).
+
+    `lora` is the binding of these tokens; None: that of all, which does not know them by their places.
+    """
     *layers, last = model.trunk.layers
-    with replaced_layers(model, [*layers, _TrimmedLayer(last, choose)]):
+    applied = nullcontext if lora is None else partial(model.lora_context.applied, lora)
+    with replaced_layers(model, [*layers, _TrimmedLayer(last, choose, applied)]):
         yield
 
 
@@ -76,12 +84,15 @@ def can_trim(model: SharedModel, forward: Callable[[mx.array], mx.array]) -> boo
 class _TrimmedLayer:
     layer: nn.Module
     choose: Callable[[mx.array], mx.array]
+    applied: Callable[[], AbstractContextManager[None]]
+    """In its block the targets apply the LoRA of the tokens that are chosen."""
 
     def __call__(self, x_M1H: mx.array, *arguments: Any, **options: Any) -> mx.array:
         attention, norm = self.layer.self_attn, self.layer.input_layernorm
         attended_M1H = x_M1H + attention(norm(x_M1H), *arguments, **options)
         chosen_N1H = self.choose(attended_M1H[:, 0])[:, None]
-        result: mx.array = chosen_N1H + self.layer.mlp(self.layer.post_attention_layernorm(chosen_N1H))
+        with self.applied():
+            result: mx.array = chosen_N1H + self.layer.mlp(self.layer.post_attention_layernorm(chosen_N1H))
         return result
 
     def __getattr__(self, name: str) -> Any:

@@ -3,16 +3,18 @@
 import json
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 
 from parallm.engine import flat_prefill
-from parallm.engine.flat_prefill import Chunk, FlatForward, FlatPrefill, fits, head_shapes, lay_out
+from parallm.engine.flat_prefill import Chunk, FlatForward, FlatPrefill, Read, fits, head_shapes, lay_out
 from parallm.engine.kv.block_pool import BlockPool, BlockTable
 from parallm.engine.paged_batch import PagedDecodeBatch
 from parallm.engine.paged_memory import PagedMemory
@@ -23,10 +25,13 @@ from parallm.model.kernels import flash_attention
 from parallm.model.kernels.cuda import on_cuda
 from parallm.model.kernels.gather import take_rows
 from parallm.model.kernels.page_write import PAGE
+from parallm.model.kernels.segmented_lora import ShrinkOutput
 from parallm.model.layers import trimmed_last_layer
 from parallm.model.load import load_shared_model
+from parallm.model.lora.linear import merge_linears
+from parallm.model.lora.segmented import add_products
 from parallm.model.lora.selector import LoraSelector
-from parallm.model.settings import ModelSettings
+from parallm.model.settings import LoraSettings, ModelSettings
 from parallm.model.shared_model import SharedModel
 from parallm.types import GenerationRequest
 from tests.model.kernels.flash_emulation import fake_kernel
@@ -83,9 +88,9 @@ def trimmed(monkeypatch: pytest.MonkeyPatch) -> list[SharedModel]:
     """Lets short units be trimmed, too. The models of forwards whose last layer was, in turn, without the trial's."""
     found: list[SharedModel] = []
 
-    def noted(model: SharedModel, choose: Callable[[mx.array], mx.array]) -> Any:
+    def noted(model: SharedModel, *more: Any) -> Any:
         found.append(model)
-        return trimmed_last_layer(model, choose)
+        return trimmed_last_layer(model, *more)
 
     monkeypatch.setattr(flat_prefill, "trimmed_last_layer", noted)
     monkeypatch.setattr(flat_prefill, "TRIMMED_FROM", 0)
@@ -263,10 +268,88 @@ def test_a_unit_has_versions_that_stack(
     monkeypatch.setattr(LoraSelector, "can_stack", lambda *_: stacks)
     units = [[name for name, _ in unit] for unit in compute_all(prefill, jobs)]
     assert units == ([["0", "2", "3"], ["1"]] if stacks else [["0", "3"], ["1"], ["2"]])
-    assert len(trimmed) == (1 if stacks else 3)  # all but that of several versions
+    assert len(trimmed) == len(units)
     assert worst(model, jobs) < 2e-4
     jobs[0].sequences[0].adapter = versions[1]
     assert worst(model, jobs) > 1e-3, "the versions differ"
+
+
+class PlainGroup:
+    """In place of the kernels for LoRA of few rows: what `shrink` gives here are the rows themselves."""
+
+    def __init__(self, y_SBTO: mx.array, dtype: mx.Dtype, widths: Sequence[int], lora: ShrinkOutput | None) -> None:
+        y_BTO = y_SBTO.sum(axis=0)
+        if lora is not None:
+            rows = mx.arange(y_BTO.shape[0])
+            place_B = mx.argmax(lora.order_B2[: rows.size, 0] == rows[:, None], axis=1)
+            y_BTO = add_products(lora.weights, y_BTO, lora.hidden_PBTK, lora.order_B2[place_B, 1])
+        self._y_BTO, self._cuts = y_BTO, [sum(widths[:count]) for count in range(1, len(widths))]
+
+    def split(self) -> list[mx.array]:
+        parts: list[mx.array] = mx.split(self._y_BTO, self._cuts, axis=-1)
+        return parts
+
+    def gated(self) -> mx.array:
+        gate, up = self.split()
+        return nn.silu(gate) * up
+
+    def added_to(self, other: mx.array) -> mx.array:
+        return self._y_BTO + other
+
+
+@pytest.fixture
+def packing_model(tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> Callable[..., SharedModel]:
+    """A model whose versions pack, as on a GPU."""
+
+    def swiglu_of_halves(y: mx.array, **_: object) -> mx.array:
+        gate, up = mx.split(y, 2, axis=-1)
+        return nn.silu(gate) * up
+
+    def make(model_type: str, targets: tuple[str, ...]) -> SharedModel:
+        monkeypatch.setattr("parallm.model.lora.linear.shrink", lambda x, *_: x)
+        monkeypatch.setattr("parallm.model.lora.linear.GroupOutput", PlainGroup)
+        monkeypatch.setattr("parallm.model.lora.linear.swiglu_of_halves", swiglu_of_halves)
+        lora = LoraSettings(targets=targets)
+        model = load_shared_model(ModelSettings(path=str(tiny_model(model_type)), lora=lora))
+        return replace(model, groups=merge_linears(model.base, model.joined))
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("model_type", "targets"), [("llama", ("all-linear",)), ("qwen3_moe", ("all-linear", "experts"))]
+)
+@pytest.mark.parametrize("num_versions", [1, 3])
+def test_last_tokens_have_the_lora_of_their_versions(
+    model_type: str,
+    targets: tuple[str, ...],
+    num_versions: int,
+    make_prefill: Callable[..., tuple[FlatPrefill, FakeMemory]],
+    packing_model: Callable[..., SharedModel],
+    load_tiny: Callable[..., SharedModel],
+    ask: Callable[..., GenerationRequest],
+    random_adapter: Callable[..., Adapter],
+    trimmed: list[SharedModel],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, plain = packing_model(model_type, targets), load_tiny(model_type, targets=targets)
+    versions = [random_adapter(model, version + 1, rank=8, size=0.1) for version in range(num_versions)]
+    prefill, memory = make_prefill(model, 400)
+
+    def worst_of(apart: int) -> float:
+        lengths = [120, 30, 1, 90, 64]
+        jobs = [
+            job_of(memory, ask(str(place), prompt(length, place)), versions[place * apart % num_versions])
+            for place, length in enumerate(lengths)
+        ]
+        assert len(compute_all(prefill, jobs)) == 1
+        return worst(plain, jobs)
+
+    assert worst_of(1) < 5e-4
+    assert worst_of(2) < 5e-4
+    assert trimmed == [model, model]
+    monkeypatch.setattr(flat_prefill, "Read", lambda places_C, _: Read(places_C, None))
+    assert (worst_of(1) > 1e-2) == (num_versions > 1), "rows of the unit are not those of its last tokens"
 
 
 def test_a_unit_has_a_few_versions_and_those_of_its_own_tokens(
@@ -330,8 +413,12 @@ def test_ended_sequences_are_kept_with_their_pages(
     assert memory.kept == [("ended", 32)]
 
 
+@pytest.mark.parametrize("has_versions", [False, True])
 def test_a_trace_serves_other_tokens_positions_and_pages(
-    load_tiny: Callable[..., SharedModel], monkeypatch: pytest.MonkeyPatch
+    has_versions: bool,
+    packing_model: Callable[..., SharedModel],
+    random_adapter: Callable[..., Adapter],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def write(heads: Sequence[mx.array], _: mx.array, __: mx.array, slots_M: mx.array, ___: object) -> mx.array:
         return heads[0][:, :, 0] + heads[1].sum() + slots_M[:, None, None] / 100
@@ -339,7 +426,9 @@ def test_a_trace_serves_other_tokens_positions_and_pages(
     def attend(queries: mx.array, _: mx.array, __: mx.array, pages: mx.array, tiles: mx.array, **___: Any) -> mx.array:
         return queries + (pages.sum() + tiles.sum()) / 1000
 
-    model, num_traced = load_tiny("llama"), 0
+    model, num_traced = packing_model("llama", ("all-linear",)), 0
+    selector = LoraSelector(model)
+    versions = [random_adapter(model, version, rank=8) if has_versions else None for version in (1, 2)]
     monkeypatch.setattr(flat_prefill, "fits_pages", lambda *_: True)
     shapes = head_shapes(model)
     monkeypatch.setattr(flat_prefill, "write_pages", write)
@@ -357,10 +446,11 @@ def test_a_trace_serves_other_tokens_positions_and_pages(
     results = []
     for chunks, read in (([Chunk(0, 20, [3]), Chunk(64, 70, [4, 5])], [19, 25]), ([Chunk(5, 9, [1])], [3, 0])):
         arrays = lay_out(chunks, 32, shapes)
-        tokens_M = mx.arange(32) + chunks[0].end
-        results += [plain(tokens_M, arrays, pools, None), compiled(tokens_M, arrays, pools, None)]
-        read_C = mx.array(read)
-        assert mx.allclose(compiled(tokens_M, arrays, pools, None, read_C), results[-1][read_C], atol=1e-4).item()
+        tokens_M, read_C = mx.arange(32) + chunks[0].end, mx.array(read)
+        lora, read_lora = selector.select_flat(versions, [chunks[0].size, 32 - chunks[0].size], read)
+        results += [plain(tokens_M, arrays, pools, lora), compiled(tokens_M, arrays, pools, lora)]
+        trimmed_CH = compiled(tokens_M, arrays, pools, lora, Read(read_C, read_lora))
+        assert mx.allclose(trimmed_CH, results[-1][read_C], atol=1e-4).item()
     assert mx.allclose(results[0], results[1], atol=1e-4).item()
     assert mx.allclose(results[2], results[3], atol=1e-4).item()
     assert not mx.allclose(results[0], results[2], atol=1e-2).item()

@@ -11,7 +11,7 @@ side by side.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import accumulate, islice
 
@@ -166,8 +166,16 @@ class SegmentedLora:
 
     def arrays(self) -> list[mx.array]:
         """All arrays, in the order of `SegmentedStructure.lora`."""
-        index = [] if self.index_B is None else [self.index_B]
-        return [self.order_B2, *index, *self.weights.arrays, *self.weights.experts.arrays()]
+        return [*self.rows(), *self.weights.arrays, *self.weights.experts.arrays()]
+
+    def rows(self) -> list[mx.array]:
+        """The arrays that say which versions rows use."""
+        return [self.order_B2] if self.index_B is None else [self.order_B2, self.index_B]
+
+    def of_rows(self, rows: Sequence[mx.array]) -> "SegmentedLora":
+        """The same weights for rows that use other versions; `rows` is as `rows()`."""
+        order_B2, *index = rows
+        return replace(self, order_B2=order_B2, index_B=index[0] if index else None)
 
     def structure(self) -> SegmentedStructure:
         return SegmentedStructure(

@@ -88,18 +88,20 @@ class LoraSelector:
         packed = self._packed.of({adapter.key: adapter for adapter in adapters}) if self._model.groups else None
         return packed is not None and packed[0].num_versions <= MAX_FLAT
 
-    def select_flat(self, adapters_S: Sequence[Adapter | None], lengths_S: Sequence[int]) -> LoraBinding | None:
-        """The binding for tokens as rows: `lengths_S[s]` of them use `adapters_S[s]`."""
+    def select_flat(
+        self, adapters_S: Sequence[Adapter | None], lengths_S: Sequence[int], read_C: Sequence[int] = ()
+    ) -> tuple[LoraBinding | None, LoraBinding | None]:
+        """The bindings for tokens as rows, `lengths_S[s]` of which use `adapters_S[s]`, and for those at `read_C`."""
         adapters = {adapter.key: adapter for adapter in adapters_S if adapter is not None}
         packed = self._packed.of(adapters) if adapters and self._model.groups else None
         if packed is None:
             pairs = zip(adapters_S, lengths_S, strict=True)
-            return self.select([adapter for adapter, length in pairs for _ in range(length)])
+            adapters_M = [adapter for adapter, length in pairs for _ in range(length)]
+            return self.select(adapters_M), self.select([adapters_M[place] for place in read_C])
         weights, index = packed
         index_S = [NO_ADAPTER if adapter is None else index[adapter.key] for adapter in adapters_S]
         index_M = np.repeat(np.array(index_S, np.int32), lengths_S)
-        rows = _index_of_rows(index_M, weights)
-        return SegmentedLora(weights=weights, order_B2=order_tokens(index_M), index_B=rows, is_flat=True)
+        return _flat_lora(weights, index_M), _flat_lora(weights, index_M[np.asarray(read_C, np.int32)])
 
     def _select(self, adapters_B: Sequence[Adapter | None]) -> LoraBinding | None:
         keys_B = [None if adapter is None else adapter.key for adapter in adapters_B]
@@ -223,6 +225,11 @@ def _cached(cache: OrderedDict[CacheKey, Value], key: CacheKey, size: int, make:
             cache.popitem(last=False)
     cache.move_to_end(key)
     return cache[key]
+
+
+def _flat_lora(weights: PackedLora, index_M: npt.NDArray[np.int32]) -> SegmentedLora:
+    rows = _index_of_rows(index_M, weights)
+    return SegmentedLora(weights=weights, order_B2=order_tokens(index_M), index_B=rows, is_flat=True)
 
 
 def _index_of_rows(index_B: Sequence[int] | npt.NDArray[np.int32], weights: PackedLora) -> mx.array | None:
