@@ -21,16 +21,17 @@ from mlx_lm.utils import dequantize_model
 
 from parallm.device.memory import free_memory
 from parallm.errors import ModelError
-from parallm.model.kernels import quantized_gemm
+from parallm.model.kernels import quantized_gemm, unpack
 from parallm.model.kernels.cuda import on_cuda
 from parallm.model.kernels.unpack import unpacked
 
 UNPACKED_SHARE = 0.5
 """Share of the free memory that unpacked weights may take with `auto`."""
 
-MANY_ROWS = 256
+MANY_ROWS, MANY_ROWS_OF_KERNEL = 256, 129
 """On CUDA: with fewer, unpacking costs more than it saves. An H200 multiplies 256 rows with 4,096 x 28,672 packed
-weights in 0.52 ms by MLX's product, and in 0.34 if MLX unpacks them first; 128 rows in 0.26 and 0.36."""
+weights in 0.52 ms by MLX's product, and in 0.34 if MLX unpacks them first; 128 rows in 0.26 and 0.36, and in 0.15 if
+our kernel unpacks them."""
 
 FLOATS = ("float32", "float16", "bfloat16")
 
@@ -177,7 +178,8 @@ def _on_cpu() -> bool:
 
 def _is_ours(layer: nn.Module, x: mx.array) -> bool:
     """Whether `_product` multiplies: by a kernel, or because it pays to unpack the weights."""
-    return not on_cuda() or x.size >= MANY_ROWS * x.shape[-1] or quantized_gemm.fits(x, layer)
+    many = MANY_ROWS_OF_KERNEL if unpack.fits(layer, x.dtype) else MANY_ROWS
+    return not on_cuda() or x.size >= many * x.shape[-1] or quantized_gemm.fits(x, layer)
 
 
 def _of_rows(product: Callable[[mx.array], mx.array], x: mx.array) -> mx.array:

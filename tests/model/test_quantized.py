@@ -80,14 +80,21 @@ def test_gradients_of_inputs_are_those_of_unpacked_weights(
     assert gradients[0] == gradients[1] != 0
 
 
+def arrays_of(layer: nn.Module) -> list[mx.array]:
+    return [layer.weight, layer.scales, layer.biases]
+
+
+@pytest.mark.parametrize("has_kernel", [False, True])
 def test_cuda_unpacks_weights_for_products_of_many_rows(
-    tiny_quantized: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    has_kernel: bool, tiny_quantized: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And has the gradient of the inputs from the unpacked ones."""
     layer = load(tiny_quantized("llama", bits=4), "packed").base.layers[0].mlp.up_proj.linear
     monkeypatch.setattr(quantized, "on_cuda", lambda: True)
-    for rows, times in ((quantized.MANY_ROWS - 1, 0), (quantized.MANY_ROWS, 2)):
-        unpacked = Mock(side_effect=unpack.unpacked)
+    many = quantized.MANY_ROWS_OF_KERNEL if has_kernel else quantized.MANY_ROWS
+    for rows, times in ((many - 1, 0), (many, 2)):
+        monkeypatch.setattr(unpack, "fits", lambda *_: has_kernel)
+        unpacked = Mock(side_effect=lambda layer, _: mx.dequantize(*arrays_of(layer), group_size=32, bits=4))
         monkeypatch.setattr(quantized, "unpacked", unpacked)
         x = mx.random.normal((1, rows, layer.weight.shape[1] * 8))
         found, expected = (
@@ -96,7 +103,6 @@ def test_cuda_unpacks_weights_for_products_of_many_rows(
         )
         assert mx.allclose(found, expected, atol=1e-4, rtol=1e-4)
         assert unpacked.call_count == times
-        monkeypatch.setattr(quantized, "unpacked", unpacked.side_effect)
 
 
 def test_cuda_multiplies_the_rows_of_a_step_as_one_matrix(
