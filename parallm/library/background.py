@@ -65,13 +65,13 @@ def training(
             async with train.open_training(config, folder, blas, listener, environment) as run:
                 if is_paused:
                     run.control.pause(None)
-                loop = asyncio.get_running_loop()
+                loop, app = asyncio.get_running_loop(), run.application.app
                 session = TrainingSession(
-                    app=run.app,
-                    client=LocalClient(run.app),
+                    app=app,
+                    client=LocalClient(app),
                     settings=config.server,
                     give=run.runtime.store.give,
-                    server=run.server,
+                    server=run.application.server,
                     folder=folder,
                     stop=lambda: _soon(loop, run.stop),
                     result=Future(),

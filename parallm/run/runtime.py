@@ -10,7 +10,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -151,9 +151,13 @@ class Runtime:
 class Application:
     """The ASGI application of a runtime, and its server if a port is bound."""
 
-    app: FastAPI
+    make_app: Callable[[], FastAPI]
     server: HttpServer | None
     pool: Pool | None = None
+
+    @property
+    def app(self) -> FastAPI:
+        return self.make_app()
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,8 +336,8 @@ async def open_application(
     service.watching.device_name = str(mx.default_device())
     if settings.server.ollama:
         service.base = await asyncio.to_thread(_own_base, runtime)
-    app = create_app(service, pool)
-    server = None if listener.bound is None else HttpServer(app, listener.bound, settings.server)
+    make_app = cache(partial(create_app, service, pool))  # it takes long, and a run without a port asks for none
+    server = None if listener.bound is None else HttpServer(make_app(), listener.bound, settings.server)
     async with AsyncExitStack() as stack:
         stack.enter_context(frozen_heap())
         if server is not None and server_settings.dashboard:
@@ -341,7 +345,7 @@ async def open_application(
         try:
             if server is not None:
                 await server.start()
-            yield Application(app=app, server=server, pool=pool)
+            yield Application(make_app=make_app, server=server, pool=pool)
         finally:
             if server is not None:
                 await server.stop()

@@ -12,8 +12,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from fastapi import FastAPI
-
 from parallm.config.run_folder import link_latest
 from parallm.config.schema import RunConfig, policy_configs, shipped
 from parallm.device.blas import BlasReport
@@ -50,11 +48,19 @@ from parallm.run.policy_runs import (
     train_all,
     watched,
 )
-from parallm.run.runtime import Runtime, RuntimeSettings, header_of, open_application, open_runtime, resolve_model
+from parallm.run.runtime import (
+    Application,
+    Runtime,
+    RuntimeSettings,
+    header_of,
+    open_application,
+    open_runtime,
+    resolve_model,
+)
 from parallm.run.training_data import read_training_data
 from parallm.run.workers import copy_operators_state, own_config, shown_url
 from parallm.server.dashboard.routes_page import page_url
-from parallm.server.operation.http_server import HttpServer, Listener, listening
+from parallm.server.operation.http_server import Listener, listening
 from parallm.server.operation.notify import ServiceManager
 from parallm.types import LATEST, POLICY
 
@@ -91,8 +97,7 @@ class TrainingRun:
     """Child processes, which end with training."""
     device_name: str
     """The BLAS, for the title of figures; empty for the reference BLAS."""
-    app: FastAPI
-    server: HttpServer | None
+    application: Application
     writes: bool
     """Whether this process writes the run's adapter."""
 
@@ -136,8 +141,8 @@ class TrainingRun:
     def drain_and_stop(self) -> None:
         """Let the trainers finish their steps; new requests are refused from now on."""
         self.stop()
-        if self.server is not None:
-            self.server.drain()
+        if self.application.server is not None:
+            self.application.server.drain()
 
     async def _finish(self, policy: PolicyRun, summary: RunSummary, failure: BaseException | None) -> None:
         if failure is None:
@@ -229,8 +234,7 @@ async def open_training(
             display=display,
             processes=processes,
             device_name="" if blas.name == "reference" else blas.name,
-            app=application.app,
-            server=application.server,
+            application=application,
             writes=parts.is_leader,
         )
 
@@ -254,8 +258,8 @@ async def _train(config: RunConfig, folder: Path, blas: BlasReport, parts: Singl
             if run.was_stopped:
                 run.display.message(how_to_resume(config, folder, run.policies))
             is_to_serve = run.serves_on or (config.trainer.keep_serving and not run.was_stopped)
-            if is_to_serve and run.server is not None:
-                sys.stdout.write(f"training has ended; {shown_url(run.server.url)} answers until Ctrl-C\n")
+            if is_to_serve and (server := run.application.server) is not None:
+                sys.stdout.write(f"training has ended; {shown_url(server.url)} answers until Ctrl-C\n")
                 await until_signal()
 
 
