@@ -1,9 +1,5 @@
 // Runs a kernel's own source on a CPU: each thread of a block is a fiber, and fibers take turns at random where they wait.
 // Copies to shared memory happen when they are waited for, and not before; what has not arrived is NaN.
-#include <sched.h>
-#include <setjmp.h>
-#include <ucontext.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -32,7 +28,8 @@ inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 
 struct Size3 {
   int x, y;
-} threadIdx, blockIdx, blockDim, gridDim;
+};
+extern Size3 threadIdx, blockIdx, blockDim, gridDim;
 struct float2 {
   float x, y;
 };
@@ -79,49 +76,13 @@ struct Random {
     state ^= state << 13, state ^= state >> 7, state ^= state << 17;
     return state >> 32;
   }
-} random_numbers;
+};
+extern Random random_numbers;
 
-// Fibers. A context starts one; jumps go on with it, since swapcontext asks the kernel for signal masks each time.
-constexpr int MAX_THREADS = 1024, STACK = 1 << 16;
-ucontext_t caller, starts[MAX_THREADS];
-jmp_buf places[MAX_THREADS];
-std::vector<char> stacks[MAX_THREADS];
-bool begun[MAX_THREADS], ended[MAX_THREADS];
-struct Wait {
-  const int* at;
-  int value;
-} waits[MAX_THREADS];  // a fiber goes on when `*at` is no longer `value`
-int num_threads;
-
-bool can_go_on(int fiber) { return !ended[fiber] && (!waits[fiber].at || *waits[fiber].at != waits[fiber].value); }
-
-void go_to(int fiber) {
-  threadIdx.x = fiber;
-  if (begun[fiber]) _longjmp(places[fiber], 1);
-  begun[fiber] = true;
-  setcontext(&starts[fiber]);
-}
-
-void switch_from(int self) {
-  const int start = random_numbers() % num_threads;
-  int other = -1;
-  for (int i = 0; i < num_threads && other < 0; i++)
-    if (const int next = (start + i) % num_threads; can_go_on(next)) other = next;
-  if (other < 0) {
-    CHECK(std::all_of(ended, ended + num_threads, [](bool has) { return has; }));  // threads wait for one that never comes
-    setcontext(&caller);
-  }
-  if (other == self) return;
-  if (self < 0 || ended[self] || !_setjmp(places[self])) go_to(other);
-}
-
-void wait_while(const int& at, int value) {
-  const int self = threadIdx.x;
-  if (at != value) return;
-  waits[self] = {&at, value};
-  switch_from(self);
-  waits[self] = {};
-}
+constexpr int MAX_THREADS = 1024;
+extern int num_threads;
+void switch_from(int self);
+void wait_while(const int& at, int value);
 
 struct Barrier {
   int arrived = 0, generation = 0;
@@ -133,11 +94,12 @@ struct Barrier {
     }
     wait_while(generation, own);
   }
-} block_barrier, warp_barriers[MAX_THREADS / 32];
+};
+extern Barrier block_barrier, warp_barriers[MAX_THREADS / 32];
 
-void __syncthreads() { block_barrier.wait(num_threads); }
-void __syncwarp() { warp_barriers[threadIdx.x / 32].wait(32); }
-void __threadfence() {}
+inline void __syncthreads() { block_barrier.wait(num_threads); }
+inline void __syncwarp() { warp_barriers[threadIdx.x / 32].wait(32); }
+inline void __threadfence() {}
 
 // `result(of)` in each lane, where `of(lane)` is the value that this lane has given
 template <typename Value, typename Result>
@@ -150,7 +112,7 @@ auto exchange(const Value& own, Result result) {
   __syncwarp();
   return found;
 }
-// internal, as ranks have lanes of their own
+// internal, here and below, as ranks have lanes of their own
 template <typename Value>
 static Value __shfl_xor_sync(unsigned, Value own, int mask) {
   const int lane = threadIdx.x % 32;
@@ -161,32 +123,32 @@ static Value __shfl_up_sync(unsigned, Value own, int step) {
   const int lane = threadIdx.x % 32;
   return exchange(own, [=](auto of) { return of(lane < step ? lane : lane - step); });
 }
-int atomicAdd(int* at, int more) { return (*at += more) - more; }
-unsigned atomicInc(unsigned* at, unsigned limit) {
+inline int atomicAdd(int* at, int more) { return (*at += more) - more; }
+inline unsigned atomicInc(unsigned* at, unsigned limit) {
   const unsigned old = *at;
   *at = old >= limit ? 0 : old + 1;
   return old;
 }
 template <typename Value>
 Value __ldcg(const Value* at) { return *at; }
-float __int_as_float(int bits) { return reinterpret_cast<float&>(bits); }
-int __float_as_int(float x) { return reinterpret_cast<int&>(x); }
-float __uint_as_float(unsigned bits) { return reinterpret_cast<float&>(bits); }
-unsigned __float_as_uint(float x) { return reinterpret_cast<unsigned&>(x); }
+inline float __int_as_float(int bits) { return reinterpret_cast<float&>(bits); }
+inline int __float_as_int(float x) { return reinterpret_cast<int&>(x); }
+inline float __uint_as_float(unsigned bits) { return reinterpret_cast<float&>(bits); }
+inline unsigned __float_as_uint(float x) { return reinterpret_cast<unsigned&>(x); }
 
 // Shared memory
 constexpr unsigned MAX_SHARED = 227 * 1024;
-alignas(1024) char shared_memory[MAX_SHARED];
-unsigned num_shared;
-unsigned address_of(const void* at) {
+extern char shared_memory[MAX_SHARED];
+extern unsigned num_shared;
+inline unsigned address_of(const void* at) {
   const int64_t address = static_cast<const char*>(at) - shared_memory;
   CHECK(address >= 0 && address < num_shared);
   return address;
 }
 // What copies have brought stays hidden from products of warpgroups until `show_copies`.
-std::vector<std::pair<unsigned, int>> unshown[MAX_THREADS];
-bool is_hidden[MAX_SHARED / 4];
-void set_hidden(unsigned at, int bytes, bool hidden) { std::fill_n(is_hidden + at / 4, bytes / 4, hidden); }
+extern std::vector<std::pair<unsigned, int>> unshown[MAX_THREADS];
+extern bool is_hidden[MAX_SHARED / 4];
+inline void set_hidden(unsigned at, int bytes, bool hidden) { std::fill_n(is_hidden + at / 4, bytes / 4, hidden); }
 
 struct Copy {
   unsigned to;
@@ -194,16 +156,16 @@ struct Copy {
   int bytes;
   bool valid;
 };
-std::vector<std::vector<Copy>> copies[MAX_THREADS];  // the last group of a thread is open
+extern std::vector<std::vector<Copy>> copies[MAX_THREADS];  // the last group of a thread is open
 template <int BYTES>
 void copy_few(unsigned to, const void* from, bool valid = true) {
   CHECK(to % BYTES == 0 && to + BYTES <= num_shared && uintptr_t(from) % BYTES == 0);
   std::memset(shared_memory + to, 0xff, BYTES);
   copies[threadIdx.x].back().push_back({to, from, BYTES, valid});
 }
-void copy_vector(unsigned to, const void* from, bool valid) { copy_few<16>(to, from, valid); }
-void copy_async(unsigned to, const void* from) { copy_vector(to, from, true); }
-void commit_copies() { copies[threadIdx.x].emplace_back(); }
+inline void copy_vector(unsigned to, const void* from, bool valid) { copy_few<16>(to, from, valid); }
+inline void copy_async(unsigned to, const void* from) { copy_vector(to, from, true); }
+inline void commit_copies() { copies[threadIdx.x].emplace_back(); }
 template <int N>
 void wait_copies() {
   auto& groups = copies[threadIdx.x];
@@ -222,7 +184,7 @@ void wait_copies() {
 struct Four {
   unsigned values[4];
 };
-void load_matrices(unsigned (&to)[4], unsigned from) {
+static void load_matrices(unsigned (&to)[4], unsigned from) {
   const int lane = threadIdx.x % 32;
   CHECK(from % 16 == 0);
   const Four found = exchange(from, [=](auto of) {
@@ -232,7 +194,7 @@ void load_matrices(unsigned (&to)[4], unsigned from) {
   });
   std::copy_n(found.values, 4, to);
 }
-void load_transposed(unsigned (&to)[4], unsigned from) {
+static void load_transposed(unsigned (&to)[4], unsigned from) {
   const int lane = threadIdx.x % 32;
   CHECK(from % 16 == 0);
   const Four found = exchange(from, [=](auto of) {
@@ -246,7 +208,7 @@ void load_transposed(unsigned (&to)[4], unsigned from) {
   });
   std::copy_n(found.values, 4, to);
 }
-float exp2_of(float x) { return exp2f(x); }
+inline float exp2_of(float x) { return exp2f(x); }
 template <typename Half>
 unsigned packed(Half, float low, float high) {
   const Half pair[2] = {Half(low), Half(high)};
@@ -276,7 +238,7 @@ void multiply(float* sum, unsigned a0, unsigned a1, unsigned a2, unsigned a3, un
   for (int e = 0; e < 4; e++) sum[e] += found.values[e];
 }
 
-void multiply_tf32(float* sum, const unsigned (&a)[4], const unsigned (&b)[2]) {
+static void multiply_tf32(float* sum, const unsigned (&a)[4], const unsigned (&b)[2]) {
   struct Operands {
     float a[4], b[2];
   } own;
@@ -296,71 +258,10 @@ void multiply_tf32(float* sum, const unsigned (&a)[4], const unsigned (&b)[2]) {
   for (int e = 0; e < 4; e++) sum[e] += found.values[e];
 }
 // Memory of several ranks, each of which runs in a thread of its own; halves of a word arrive by themselves
-constexpr int64_t MAX_LOADS = 100000000;  // of a launch that waits for what never comes
-int64_t num_loads;
-void store_word(uint64_t address, uint32_t low, uint32_t high, uint32_t mark) {
-  uint64_t* halves = reinterpret_cast<uint64_t*>(address);
-  const uint64_t values[2] = {uint64_t(mark) << 32 | low, uint64_t(mark) << 32 | high};
-  const int first = random_numbers() % 2;
-  for (int half : {first, 1 - first}) {
-    __atomic_store_n(halves + half, values[half], __ATOMIC_RELAXED);
-    sched_yield();  // so that another rank may see a half, also on one core
-    switch_from(threadIdx.x);
-  }
-}
-void load_word(uint64_t address, uint32_t& low, uint32_t& high, uint32_t (&marks)[2]) {
-  const uint64_t* halves = reinterpret_cast<const uint64_t*>(address);
-  const uint64_t values[2] = {__atomic_load_n(halves, __ATOMIC_RELAXED), __atomic_load_n(halves + 1, __ATOMIC_RELAXED)};
-  low = values[0], marks[0] = values[0] >> 32, high = values[1], marks[1] = values[1] >> 32;
-  if (++num_loads > MAX_LOADS) setcontext(&caller);
-  switch_from(threadIdx.x);
-}
+void store_word(uint64_t address, uint32_t low, uint32_t high, uint32_t mark);
+void load_word(uint64_t address, uint32_t& low, uint32_t& high, uint32_t (&marks)[2]);
 
-void (*begin_warpgroups)();  // of warpgroups_on_cpu.h, where a kernel needs it: a third of the time to compile
+extern void (*begin_warpgroups)();  // of warpgroups_on_cpu.h, where a kernel needs it: a third of the time to compile
 
 // Blocks one after the other, in a random order; whether all have ended
-bool launch(int blocks, int threads, unsigned shared, int seed, void (*kernel)()) {
-  static void (*body)();
-  body = kernel;
-  num_threads = threads, num_shared = shared;
-  blockDim = {threads, 1}, gridDim = {blocks, 1};
-  random_numbers.seed(seed);
-  num_loads = 0;
-  std::vector<int> order(blocks);
-  for (int block = 0; block < blocks; block++) order[block] = block;
-  for (int block = blocks; block > 1; block--) std::swap(order[block - 1], order[random_numbers() % block]);
-  ucontext_t blank;
-  getcontext(&blank);
-  for (int block : order) {
-    blockIdx.x = block;
-    std::memset(shared_memory, 0xff, sizeof(shared_memory));
-    std::fill(is_hidden, std::end(is_hidden), false);
-    if (begin_warpgroups) begin_warpgroups();
-    for (int thread = 0; thread < threads; thread++) {
-      begun[thread] = ended[thread] = false;
-      waits[thread] = {};
-      copies[thread].assign(1, {});
-      unshown[thread].clear();
-      stacks[thread].resize(STACK);
-      starts[thread] = blank;
-      starts[thread].uc_stack.ss_sp = stacks[thread].data();
-      starts[thread].uc_stack.ss_size = STACK;
-      makecontext(
-          &starts[thread],
-          +[] {
-            body();
-            ended[threadIdx.x] = true;
-            switch_from(threadIdx.x);
-          },
-          0);
-    }
-    volatile bool has_run = false;
-    getcontext(&caller);
-    if (!has_run) {
-      has_run = true;
-      switch_from(-1);
-    }
-    if (num_loads > MAX_LOADS) return false;
-  }
-  return true;
-}
+bool launch(int blocks, int threads, unsigned shared, int seed, void (*kernel)());

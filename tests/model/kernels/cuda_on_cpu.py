@@ -19,6 +19,7 @@ from parallm.model.kernels.compiler import FOLDER, Defines, source_of
 from tests.model.kernels.test_launches import parameters
 
 HEADER = Path(__file__).with_suffix(".h")
+OBJECT = "cuda_on_cpu.o"
 WARPGROUPS = HEADER.with_name("warpgroups_on_cpu.h")
 ASSEMBLER = ("prelude.cuh", "mma.cuh", "matrices.cuh", "tf32.cuh", "wgmma.cuh", "peer_words.cuh")
 """What the header has of its own."""
@@ -31,7 +32,7 @@ SUBSTITUTES = {
 COMPILER = ("g++", "-std=c++17", "-Og", "-w", "-fPIC", "-U_FORTIFY_SOURCE")
 """Ubuntu's g++ defines it, and its jumps end a program that leaves a fiber."""
 ALIGNMENT = 256
-_header_lock = Lock()
+_common_lock = Lock()
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
 
@@ -108,21 +109,24 @@ class CpuKernels:
             shutil.copy(_compiled[content], library)  # each copy has variables of its own once it is loaded
         else:
             path.write_text(content)
-            _run("-shared", "-I", _compiled_header().name, "-o", library, path)
+            common = Path(_compiled_common().name)
+            _run("-shared", "-I", common, "-o", library, path, common / OBJECT)
             _compiled[content] = library
         return ctypes.CDLL(str(library))
 
 
-def _compiled_header() -> TemporaryDirectory[str]:
-    """A folder with the header as g++ has read it, which takes it half a second. It goes with the process."""
-    with _header_lock:  # ranks are threads that begin at once
-        return _compile_header()
+def _compiled_common() -> TemporaryDirectory[str]:
+    """A folder with what all kernels have in common, compiled, which takes g++ a second. It goes with the process."""
+    with _common_lock:  # ranks are threads that begin at once
+        return _compile_common()
 
 
 @cache
-def _compile_header() -> TemporaryDirectory[str]:
+def _compile_common() -> TemporaryDirectory[str]:
     folder = TemporaryDirectory()
-    _run("-x", "c++-header", "-o", Path(folder.name) / f"{HEADER.name}.gch", HEADER)
+    header = Path(folder.name) / f"{HEADER.name}.gch"
+    _run("-x", "c++-header", "-o", header, HEADER)
+    _run("-c", "-o", header.with_name(OBJECT), HEADER.with_suffix(".cpp"))
     return folder
 
 
