@@ -1,6 +1,7 @@
 """The one thread that evaluates MLX arrays: queued calls first, then the unit of work that the governor picks."""
 
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -22,6 +23,17 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 ENDED = "the device thread has ended; restart the process"
+
+
+def run_until_it_waits() -> None:
+    """Let this thread, and those that it starts from now on, keep a core until it waits, by Linux's policy for batches.
+
+    On a CPU each operation wakes a thread of MLX, which would interrupt the one that goes on to the next operation: a
+    tenth of the time of a small model's run on two cores. Threads of the usual policy, which answer requests, still do.
+    """
+    if hasattr(os, "SCHED_BATCH"):
+        with suppress(OSError):  # a container may forbid it
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 class DeviceThread:
@@ -141,6 +153,8 @@ class DeviceThread:
         try:
             if (use := first_use()) is not None:
                 use.join()
+            if mx.default_device() == mx.Device(mx.cpu):
+                run_until_it_waits()
             while not self._stopping:
                 self._run_calls()
                 ready = self._ready()

@@ -232,11 +232,13 @@ def _wired(name: str) -> Any:
 @contextmanager
 def _collections_paused() -> Iterator[None]:
     """Import without looking for garbage, of which modules make little: that took an eighth of the time of a start."""
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.enable()
+        if was_enabled:
+            gc.enable()
 
 
 def _complain(message: str, code: int, form: LogForm = "text") -> int:

@@ -1,5 +1,6 @@
 import asyncio
 import itertools
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -421,3 +422,17 @@ def test_a_request_for_vectors_that_is_cancelled_ends_after_its_unit(device: Dev
     while device._encodings and time.monotonic() < deadline:
         time.sleep(0.001)
     assert not device._encodings
+
+
+@pytest.mark.cpu
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="a policy of Linux")
+def test_the_thread_and_no_other_keeps_its_core_until_it_waits() -> None:
+    own = os.sched_getscheduler(0)
+    os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+    try:
+        device = DeviceThread(Governor(serving_share=0.7, engine_share=0.5))
+        assert device.call(lambda: os.sched_getscheduler(0)).result() == os.SCHED_BATCH
+        assert os.sched_getscheduler(0) == os.SCHED_OTHER
+        device.stop()
+    finally:
+        os.sched_setscheduler(0, own, os.sched_param(0))
