@@ -4,9 +4,8 @@ import asyncio
 import gc
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
@@ -28,6 +27,7 @@ set_blas_threads(BLAS, 1)  # what the streams do, too: several threads on few, b
 from mlx_lm.convert import convert  # noqa: E402  # only now: MLX takes the BLAS that is there when it loads
 
 from parallm.device.streams import DeviceStreams  # noqa: E402
+from parallm.device.thread import run_until_it_waits  # noqa: E402
 from parallm.model.kernels.cuda import on_cuda  # noqa: E402
 from parallm.model.load import load_shared_model  # noqa: E402
 from parallm.model.settings import LoraSettings, ModelSettings  # noqa: E402
@@ -55,34 +55,33 @@ def _heap_stays_frozen() -> Iterator[None]:
         yield
 
 
-def _schedule(policy: str) -> None:
-    """Let the system schedule this thread, and those that it starts, by a policy of Linux."""
-    if sys.platform == "linux":
-        with suppress(OSError):  # a container may forbid it
-            os.sched_setscheduler(0, getattr(os, policy), os.sched_param(0))
-
-
 @pytest.fixture(scope="session", autouse=True)
-def _threads_end_what_they_began() -> Iterator[None]:
-    """Run a thread until it waits, also where it wakes another one: a third of the CPU time of runs of small models.
-
-    Each operation wakes a thread of MLX, which would interrupt the one that goes on to the next operation. Programs
-    that tests start are scheduled as those of users.
-    """
-    execute = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+def _this_thread_is_scheduled_as_a_device_thread() -> Iterator[None]:
+    """A third of the CPU time of runs of small models. Programs that tests start are scheduled as those of users."""
+    execute, usual = subprocess.Popen._execute_child, get_policy()  # type: ignore[attr-defined]
 
     def as_usual(*arguments: Any) -> Any:
-        _schedule("SCHED_OTHER")
+        set_policy(usual)
         try:
             return execute(*arguments)
         finally:
-            _schedule("SCHED_BATCH")
+            run_until_it_waits()
 
-    _schedule("SCHED_BATCH")
+    run_until_it_waits()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(subprocess.Popen, "_execute_child", as_usual)
         yield
-    _schedule("SCHED_OTHER")
+    set_policy(usual)
+
+
+def get_policy() -> int | None:
+    """By which the system schedules this thread; None where Python does not know it."""
+    return os.sched_getscheduler(0) if hasattr(os, "sched_getscheduler") else None
+
+
+def set_policy(policy: int | None) -> None:
+    if policy is not None and policy != os.sched_getscheduler(0):
+        os.sched_setscheduler(0, policy, os.sched_param(0))
 
 
 class _QuickLooks(ModuleType):

@@ -314,10 +314,10 @@ class FlatPrefill:
         ends = list(accumulate(chunk.size for _, chunk in plan))
         done = [(job, end - 1) for (job, chunk), end in zip(plan, ends, strict=True) if chunk.end == len(job.tokens)]
         last_S, computed = [place for _, place in done], list[mx.array]()
-        read_C = [*last_S, *[0] * (MAX_CHUNKS - len(last_S))]
+        read_C = [*last_S, *[0] * (MAX_CHUNKS - len(last_S))] if self._trims(plan, num_tokens) else []
         adapters, lengths = zip(*((job.segment()[1], chunk.size) for job, chunk in plan), strict=True)
         lora, read_lora = self._loras.select_flat([*adapters, adapters[-1]], [*lengths, num_tokens - used], read_C)
-        if self._trims(plan, num_tokens):
+        if read_C:
             read = Read(_int32(read_C), read_lora)
             hidden_SH = self._forward(tokens_M, arrays, pools, lora, read)[: max(1, len(last_S))]
         else:

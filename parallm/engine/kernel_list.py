@@ -32,7 +32,7 @@ from parallm.model.shared_model import PlainCache, SharedModel
 SHAPES = ((1, 4096), (1024, 256))
 """Rows and positions of steps whose attention shares a row between blocks, and does not."""
 MAX_BUCKET = 256
-"""Rows from which on all numbers of rows are multiplied alike: packed weights are unpacked then."""
+"""Rows from which on all numbers of rows are multiplied alike: packed weights of any form are unpacked then."""
 
 
 def engine_kernels(model: SharedModel, adapter: Adapter, settings: EngineSettings) -> list[Specialization]:

@@ -28,10 +28,11 @@ from parallm.model.kernels.unpack import unpacked
 UNPACKED_SHARE = 0.5
 """Share of the free memory that unpacked weights may take with `auto`."""
 
-MANY_ROWS, MANY_ROWS_OF_KERNEL = 256, 129
-"""On CUDA: with fewer, unpacking costs more than it saves. An H200 multiplies 256 rows with 4,096 x 28,672 packed
-weights in 0.52 ms by MLX's product, and in 0.34 if MLX unpacks them first; 128 rows in 0.26 and 0.36, and in 0.15 if
-our kernel unpacks them."""
+MANY_ROWS = 256
+"""On CUDA, where MLX unpacks: with fewer, that costs more than it saves. An H200 multiplies 256 rows with packed
+weights of 4,096 x 28,672 in 0.52 ms by MLX's product, and in 0.34 with unpacked ones; 128 rows in 0.26 and 0.36."""
+MANY_ROWS_OF_KERNEL = quantized_gemm.MAX_ROWS + 1
+"""The same where our kernel unpacks: there 128 rows take 0.15 ms. Fewer may pay with 8 bits, which is not measured."""
 
 FLOATS = ("float32", "float16", "bfloat16")
 

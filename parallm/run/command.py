@@ -218,25 +218,26 @@ def _load(device: BlasSettings) -> BlasReport:
     """Load the BLAS, then MLX."""
     blas = load_blas(device)
     logger.info(blas.message)
-    with _collections_paused():
+    with collections_paused():
         load_mlx(hides_torch=True)
     return blas
 
 
 def _wired(name: str) -> Any:
     """Import what runs a command."""
-    with _collections_paused():
+    with collections_paused():
         return resolve_name(WIRING[name])
 
 
 @contextmanager
-def _collections_paused() -> Iterator[None]:
-    """Import without looking for garbage, of which modules make little: that took an eighth of the time of a start."""
+def collections_paused() -> Iterator[None]:
+    """Import without looking for garbage then or later: modules make little, and looking took an eighth of a start."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
+        gc.freeze()
         if was_enabled:
             gc.enable()
 

@@ -152,11 +152,13 @@ class Application:
     """The ASGI application of a runtime, and its server if a port is bound."""
 
     make_app: Callable[[], FastAPI]
+    """Returns `app`."""
     server: HttpServer | None
     pool: Pool | None = None
 
     @property
     def app(self) -> FastAPI:
+        """Made when it is first asked for, which takes some 50 ms; on the event loop's thread."""
         return self.make_app()
 
 

@@ -5,13 +5,18 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import CancelledError, Future
+from pathlib import Path
 
+import mlx.core as mx
 import pytest
 
 from parallm.device.governor import Governor
-from parallm.device.thread import DeviceThread
+from parallm.device.thread import DeviceThread, run_until_it_waits
 from parallm.errors import EngineStopped
+from parallm.model.kernels.cuda import on_cuda
 from parallm.types import TrafficClass
+
+needs_policies = pytest.mark.skipif(not hasattr(os, "SCHED_BATCH") or on_cuda(), reason="policies of Linux, for CPUs")
 
 
 class Counter:
@@ -424,15 +429,48 @@ def test_a_request_for_vectors_that_is_cancelled_ends_after_its_unit(device: Dev
     assert not device._encodings
 
 
-@pytest.mark.cpu
-@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="a policy of Linux")
-def test_the_thread_and_no_other_keeps_its_core_until_it_waits() -> None:
+def tasks() -> set[int]:
+    """The threads of this process."""
+    return {int(folder.name) for folder in Path("/proc/self/task").iterdir()}
+
+
+@pytest.fixture
+def usual_policy() -> Iterator[None]:
+    """Schedules the test's thread as Linux does by default."""
     own = os.sched_getscheduler(0)
-    os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
     try:
-        device = DeviceThread(Governor(serving_share=0.7, engine_share=0.5))
-        assert device.call(lambda: os.sched_getscheduler(0)).result() == os.SCHED_BATCH
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+    except PermissionError:
+        pytest.skip("this container forbids it")
+    yield
+    os.sched_setscheduler(0, own, os.sched_param(0))
+
+
+@needs_policies
+@pytest.mark.usefixtures("usual_policy")
+def test_the_thread_and_its_streams_keep_their_cores_until_they_wait() -> None:
+    before = tasks()
+    device = DeviceThread(Governor(serving_share=0.7, engine_share=0.5))
+
+    def compute() -> None:
+        with mx.stream(mx.new_stream(mx.cpu)):
+            mx.eval(mx.ones(8) + 1)
+
+    try:
+        device.call(compute).result()
+        started = tasks() - before
+        assert len(started) >= 2
+        assert {os.sched_getscheduler(task) for task in started} == {os.SCHED_BATCH}
         assert os.sched_getscheduler(0) == os.SCHED_OTHER
-        device.stop()
     finally:
-        os.sched_setscheduler(0, own, os.sched_param(0))
+        device.stop()
+
+
+@needs_policies
+def test_a_policy_that_a_user_has_chosen_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[int] = []
+    monkeypatch.setattr(os, "sched_setscheduler", lambda _, policy, __: chosen.append(policy))
+    for policy, expected in ((os.SCHED_IDLE, []), (os.SCHED_OTHER, [os.SCHED_BATCH])):
+        monkeypatch.setattr(os, "sched_getscheduler", lambda _, policy=policy: policy)
+        run_until_it_waits()
+        assert chosen == expected

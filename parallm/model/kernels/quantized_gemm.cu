@@ -30,10 +30,8 @@ extern "C" __global__ void __launch_bounds__(32 * WIDE * DEEP, 1)
   static_assert(GROUP % 32 == 0 && CHUNK % GROUP == 0, "a lane's 32 values are of one group");
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = lane / 4, quad = lane % 4;
   const int across = warp % WIDE, along = warp / WIDE;
-  // blocks that share weights stand beside each other
-  const int first_row = blockIdx.x % ROW_BLOCKS * TILES * 8, left = rows - first_row;
-  const int blocks = (outputs + HEIGHT - 1) / HEIGHT, block = blockIdx.x / ROW_BLOCKS;
-  const int first = block % blocks * HEIGHT, part = block / blocks;
+  const int blocks = (outputs + HEIGHT - 1) / HEIGHT;
+  const int first = blockIdx.x % blocks * HEIGHT, part = blockIdx.x / blocks;
   const int chunks = (width + CHUNK - 1) / CHUNK, all_groups = width / GROUP;
   const int begin = chunks * part / SPLITS, end = chunks * (part + 1) / SPLITS;
   auto output_of = [&](int row) { return GATED ? row / 2 + row % 2 * (outputs / 2) : row; };
@@ -48,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(32 * WIDE * DEEP, 1)
   // quarter of a warp reads from all banks.
   auto place_of = [](int row, int vector) { return (row * VECTORS_X + vector) ^ (row % 2 * 2 + vector / 8 % 2); };
   const int own_packed = output_of(first + line) * (width / 8) + vector * 4;
-  const int own_x = (first_row + line_x) * width + vector_x * 8;
+  const int own_x = line_x * width + vector_x * 8;
   auto fetch = [&](int chunk, int stage) {
     if (chunk < end) {
       const unsigned to = start + stage * STAGE;
@@ -61,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(32 * WIDE * DEEP, 1)
       if (chunk * CHUNK + vector_x * 8 < width)
 #pragma unroll
         for (int i = 0; i < TILES * 8; i += AT_ONCE_X)
-          if (line_x + i < min(TILES * 8, left))
+          if (line_x + i < min(TILES * 8, rows))
             copy_async(to + HEIGHT * PITCH + place_of(line_x + i, vector_x) * 16, x + own_x + chunk * CHUNK + i * width);
       if (chunk % SPAN == 0 || chunk == begin) {
         const unsigned to_scales = start + STAGES * STAGE + chunk / SPAN % SLOTS * 2 * SLOT;
@@ -184,8 +182,8 @@ extern "C" __global__ void __launch_bounds__(32 * WIDE * DEEP, 1)
 #pragma unroll
       for (int odd = 0; odd < 2; odd++) {
         const int row = n * 8 + quad * 2 + odd;
-        if (row >= left) continue;
-        const int at = part * rows + first_row + row;
+        if (row >= rows) continue;
+        const int at = part * rows + row;
         float of_even = sum[t][n][odd], of_odd = sum[t][n][2 + odd];
 #if HAS_BIAS
         if (part == 0) {

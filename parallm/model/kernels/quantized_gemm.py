@@ -23,7 +23,6 @@ PAIRS = {mx.bfloat16: ("__nv_bfloat162", 128), mx.float16: ("__half2", 1024)}
 """Two numbers, and the least from which on a number's last bit is 1."""
 UNIT = 128  # inputs that a warp multiplies at once: inputs are a multiple of it
 OUTPUTS_OF_TILE = 16
-MAX_TILES = 16  # of 8 rows in a block
 MAX_WIDE = 14
 SPLITS = (1, 2, 4)
 CHUNKS = (512, 256, 128)
@@ -42,9 +41,8 @@ FEW_WARPS = 2.0
 class QuantizedGemmPlan:
     """The shares of the blocks in a product."""
 
-    row_blocks: int
     tiles: int
-    """Tiles of 8 rows of a block: a power of two."""
+    """Tiles of 8 rows: a power of two."""
     wide: int
     """Warps side by side."""
     tall: int
@@ -128,7 +126,6 @@ def quantized_gemm(x_BTI: mx.array, layer: nn.Module, *, is_whole: bool, is_gate
         ("HAS_BIAS", "bias" in layer),
         ("GATED", is_gated),
         ("GROUP", layer.group_size),
-        ("ROW_BLOCKS", chosen.row_blocks),
         ("TILES", chosen.tiles),
         ("WIDE", chosen.wide),
         ("TALL", chosen.tall),
@@ -139,7 +136,7 @@ def quantized_gemm(x_BTI: mx.array, layer: nn.Module, *, is_whole: bool, is_gate
         ("SCALE_BYTES", chosen.scale_bytes),
         ("SLOTS", chosen.slots),
     )
-    blocks = chosen.row_blocks * -(-outputs // chosen.outputs) * chosen.splits
+    blocks = -(-outputs // chosen.outputs) * chosen.splits
     (y_SBTO,) = kernel("quantized_gemm", defines, shared_memory=chosen.shared_bytes)(
         [x_BTI, layer.weight, layer.scales, layer.biases, *([layer.bias] if "bias" in layer else [])],
         [rows * tokens, inputs, outputs],
@@ -155,19 +152,16 @@ def plan(rows: int, inputs: int, outputs: int, group_size: int, *, is_whole: boo
     """The plan that is expected to take the least time: all processors read as much, all at once. Numbers of rows that
     take as many tiles have one plan."""
     tiles = 1
-    while tiles * 8 < rows and tiles < MAX_TILES:
+    while tiles * 8 < rows:
         tiles *= 2
-    return _plan(-(-rows // (8 * tiles)), tiles, inputs, outputs, group_size, is_whole=is_whole)
+    return _plan(tiles, inputs, outputs, group_size, is_whole=is_whole)
 
 
 @cache
-def _plan(
-    row_blocks: int, tiles: int, inputs: int, outputs: int, group_size: int, *, is_whole: bool
-) -> QuantizedGemmPlan:
+def _plan(tiles: int, inputs: int, outputs: int, group_size: int, *, is_whole: bool) -> QuantizedGemmPlan:
     scale_bytes = next(size for size in (16, 8, 4) if inputs // group_size * 2 % size == 0)
     plans = [
         QuantizedGemmPlan(
-            row_blocks=row_blocks,
             tiles=tiles,
             wide=wide,
             tall=tall,
@@ -214,10 +208,10 @@ def _is_possible(plan: QuantizedGemmPlan, inputs: int) -> bool:
 
 def _cost(plan: QuantizedGemmPlan, inputs: int, outputs: int) -> float:
     """Bytes that the busiest processor reads, and its share of writing and reading parts; more for few warps."""
-    blocks = plan.row_blocks * -(-outputs // plan.outputs) * plan.splits
+    blocks = -(-outputs // plan.outputs) * plan.splits
     length = -(-inputs // plan.chunk // plan.splits) * plan.chunk
     weights = plan.outputs * length * (BITS / 8 + 4 / plan.group_size)
     given = plan.tiles * 8 * length * 2
     of_block = weights + given * (INPUT_WEIGHT + SHARED_WEIGHT * plan.wide)
-    parts = 0 if plan.splits == 1 else plan.splits * plan.row_blocks * plan.tiles * 8 * outputs * 8 / PROCESSORS
+    parts = 0 if plan.splits == 1 else plan.splits * plan.tiles * 8 * outputs * 8 / PROCESSORS
     return (-(-blocks // PROCESSORS) * of_block + parts) * (1 + FEW_WARPS / (plan.wide * plan.deep))

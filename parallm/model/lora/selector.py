@@ -91,17 +91,21 @@ class LoraSelector:
     def select_flat(
         self, adapters_S: Sequence[Adapter | None], lengths_S: Sequence[int], read_C: Sequence[int] = ()
     ) -> tuple[LoraBinding | None, LoraBinding | None]:
-        """The bindings for tokens as rows, `lengths_S[s]` of which use `adapters_S[s]`, and for those at `read_C`."""
+        """The bindings for tokens as rows, `lengths_S[s]` of which use `adapters_S[s]`, and for those at `read_C`.
+
+        There is one adapter where versions do not stack (`can_stack`).
+        """
         adapters = {adapter.key: adapter for adapter in adapters_S if adapter is not None}
         packed = self._packed.of(adapters) if adapters and self._model.groups else None
         if packed is None:
-            pairs = zip(adapters_S, lengths_S, strict=True)
-            adapters_M = [adapter for adapter, length in pairs for _ in range(length)]
-            return self.select(adapters_M), self.select([adapters_M[place] for place in read_C])
+            assert all(adapter is adapters_S[0] for adapter in adapters_S), "versions that do not stack"
+            lora = self.select([adapters_S[0]] * sum(lengths_S))
+            return lora, lora
         weights, index = packed
         index_S = [NO_ADAPTER if adapter is None else index[adapter.key] for adapter in adapters_S]
         index_M = np.repeat(np.array(index_S, np.int32), lengths_S)
-        return _flat_lora(weights, index_M), _flat_lora(weights, index_M[np.asarray(read_C, np.int32)])
+        read = _flat_lora(weights, index_M[np.array(read_C)]) if read_C else None
+        return _flat_lora(weights, index_M), read
 
     def _select(self, adapters_B: Sequence[Adapter | None]) -> LoraBinding | None:
         keys_B = [None if adapter is None else adapter.key for adapter in adapters_B]

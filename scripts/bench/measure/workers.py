@@ -75,7 +75,7 @@ class Job:
 def scaling(request: Request) -> Iterator[Figures]:
     """Weak: samples/s per worker of 128 rows x 256 tokens each, over one worker's. Strong: samples/s of 512 rows x 512
     on all, over as many times one worker's. Both single processes run beside each other, on a GPU each."""
-    weak = Job(shape="0.5b", rows=128, tokens=256, steps=5)
+    weak = Job(shape="0.5b", rows=128, tokens=256, steps=15)
     strong = Job(shape="0.5b", rows=512, tokens=512, steps=2, warm_up=1)
     large = Job(shape="8b", rows=128, tokens=256, steps=3, warm_up=1)
     if request.is_quick:

@@ -217,7 +217,7 @@ unsigned packed(Half, float low, float high) {
   return both;
 }
 template <typename Half>
-void multiply(float* sum, unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
+static void multiply(float* sum, unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
   struct Operands {
     Half a[4][2], b[2][2];
   } own;
