@@ -57,19 +57,25 @@ def _heap_stays_frozen() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _this_thread_is_scheduled_as_a_device_thread() -> Iterator[None]:
-    """A third of the CPU time of runs of small models. Programs that tests start are scheduled as those of users."""
-    execute, usual = subprocess.Popen._execute_child, get_policy()  # type: ignore[attr-defined]
+    """A third of the CPU time of tests that compute in it. Event loops and programs that they start are scheduled as
+    those of users."""
+    usual = get_policy()
 
-    def as_usual(*arguments: Any) -> Any:
-        set_policy(usual)
-        try:
-            return execute(*arguments)
-        finally:
-            run_until_it_waits()
+    def as_usual(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            before = get_policy()
+            set_policy(usual)
+            try:
+                return function(*arguments, **options)
+            finally:
+                set_policy(before)
+
+        return call
 
     run_until_it_waits()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(subprocess.Popen, "_execute_child", as_usual)
+        for owner, name in ((asyncio.Runner, "run"), (subprocess.Popen, "_execute_child")):
+            patch.setattr(owner, name, as_usual(getattr(owner, name)))
         yield
     set_policy(usual)
 
