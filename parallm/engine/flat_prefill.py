@@ -200,12 +200,12 @@ class Read:
 
     @classmethod
     def of(cls, arrays: Arrays, lora: LoraBinding | None) -> "Read":
-        """From `arrays()`, for a unit with `lora`."""
+        """Return what has given these `arrays()`, for a unit with `lora`."""
         places_C, *rows = arrays
         return cls(places_C, lora.of_rows(rows) if isinstance(lora, SegmentedLora) else lora)
 
     def arrays(self) -> Arrays:
-        """What differs from unit to unit."""
+        """Return the arrays that are others in each unit: places, int32 (C,), and those of the LoRA's rows."""
         return [self.places_C, *(self.lora.rows() if isinstance(self.lora, SegmentedLora) else [])]
 
 

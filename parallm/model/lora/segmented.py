@@ -169,7 +169,7 @@ class SegmentedLora:
         return [*self.rows(), *self.weights.arrays, *self.weights.experts.arrays()]
 
     def rows(self) -> list[mx.array]:
-        """The arrays that say which versions rows use."""
+        """The arrays that say which versions rows use: `order_B2`, and `index_B` if there is one."""
         return [self.order_B2] if self.index_B is None else [self.order_B2, self.index_B]
 
     def of_rows(self, rows: Sequence[mx.array]) -> "SegmentedLora":
