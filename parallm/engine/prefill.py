@@ -1,10 +1,10 @@
 """Computes prompts in chunks, each alone with a plain causal mask, and preempted sequences as they were computed
 before.
 
-With MLX's CUDA build, jobs that begin at the same position are rows of one forward, which takes Python milliseconds,
-whatever it holds. Shorter rows are padded, which causal attention hides. On a CPU that would gain nothing, and a
-prompt's numbers could depend on its company. Recurrent states are those after each row's own tokens; they cannot be
-cut, so that such models have no prefix cache.
+With MLX's CUDA build, jobs of similar lengths that begin at the same position are rows of one forward, which takes
+Python milliseconds, whatever it holds. Rows are padded, which causal attention hides. On a CPU only recurrent models
+gain by that, whose layers are many small operations. Recurrent states are those after each row's own tokens; they
+cannot be cut, so that such models have no prefix cache.
 
 Axes: B jobs, T tokens, H hidden, V vocabulary.
 """
@@ -22,7 +22,7 @@ from parallm.device.streams import DeviceStreams
 from parallm.engine.decoder import Decoder
 from parallm.engine.flat_prefill import FlatPrefill
 from parallm.engine.kv.prefix_cache import Hit, Owner, layers_of, row_copies, stacks_of
-from parallm.engine.kv.shapes import BLOCK, allocated, blocks, padded, reusable
+from parallm.engine.kv.shapes import BLOCK, blocks, padded, reusable, row_positions
 from parallm.engine.memory import KvMemory
 from parallm.engine.paged_batch import PagedDecodeBatch
 from parallm.engine.paged_memory import PagedMemory
@@ -39,8 +39,6 @@ from parallm.model.shared_model import SharedModel, leaves
 
 CHUNK, CUDA_CHUNK = 512, 2048
 """Default tokens of a chunk: a GPU is full with the larger one."""
-MIN_FILLED = 0.5
-"""Share of a row that a prompt must fill to be computed with longer ones."""
 
 
 def chunk_tokens(settings: EngineSettings) -> int:
@@ -74,48 +72,54 @@ class Prefill:
         self._chunk = chunk_tokens(settings)
         self._is_servable = is_servable
         self._uses_cache = settings.prefix_cache and model.is_batch_invariant
-        are_rows = memory.make_batch.is_batched and on_cuda() and (model.is_batch_invariant or pads_prompts(model))
-        self.max_positions = self._chunk if are_rows else 0
+        are_rows = pads_prompts(model) if model.has_states else model.is_batch_invariant and on_cuda()
+        self.max_positions = self._chunk if are_rows and memory.make_batch.is_batched else 0
         """Positions of one forward over several jobs; 0: each job is computed alone."""
+        self._forwards: list[list[PrefillJob]] = []  # jobs of each forward that `for_one_unit` has chosen
 
     @property
     def max_jobs(self) -> int:
-        """Jobs that one unit may compute: one per stream, or as many as one forward takes."""
-        return self.max_positions // MIN_ROWS or self._streams.width
+        """Jobs that one unit may compute: one per stream, or as many as a forward takes."""
+        return self._streams.width * max(1, self.max_positions // MIN_ROWS)
 
-    def for_one_unit(self, jobs: list[PrefillJob]) -> list[PrefillJob]:
-        """All jobs where each is computed alone; else the first, and those after it that fit its forward."""
-        if not self.max_positions:
-            return jobs
-        first = jobs[0]
-        num_cached = self._num_cached_together(first)
-        if num_cached is None:
-            return [first]
-        chosen, longest = [first], len(first.tokens) - num_cached
-        for job in jobs[1:]:
-            if padded(longest) * (len(chosen) + 1) > self.max_positions:
-                break
-            shorter, longer = sorted((longest, len(job.tokens) - num_cached))
-            fits = padded(longer) * (len(chosen) + 1) <= self.max_positions and shorter >= MIN_FILLED * longer
-            if fits and job.segment()[1] is first.segment()[1] and self._num_cached_together(job) == num_cached:
-                chosen.append(job)
-                longest = longer
-        return chosen
+    def for_one_unit(self, jobs: Ordered[PrefillJob]) -> list[PrefillJob]:
+        """The jobs of one unit: for each stream the first one left, and those that share its forward."""
+        self._forwards, left = [], list(jobs)
+        while left and len(self._forwards) < self._streams.width:
+            most = -(-len(left) // (self._streams.width - len(self._forwards)))
+            chosen = self._sharing(left, most)
+            self._forwards.append(chosen)
+            left = [job for job in left if job not in chosen]
+        return [job for chosen in self._forwards for job in chosen]
+
+    def _sharing(self, jobs: Ordered[PrefillJob], most: int) -> list[PrefillJob]:
+        """The first job, and at most `most` in all that a forward computes with it."""
+        shape = self._shape(jobs[0])
+        if shape is None:
+            return [jobs[0]]
+        alike = [job for job in jobs if job.segment()[1] is jobs[0].segment()[1] and self._shape(job) == shape]
+        return alike[: max(1, min(most, self.max_positions // shape[1]))]
 
     def compute(self, jobs: Ordered[PrefillJob]) -> list[list[mx.array]]:
         """Compute what `for_one_unit` chose; returns what to evaluate."""
-        if self.max_positions and len(jobs) > 1:
-            return [self.compute_together(jobs)]
-        return self._streams.run(self.compute_chunk, jobs)
+        forwards, self._forwards = self._forwards, []
+        assert [job for chosen in forwards for job in chosen] == list(jobs), "what was chosen last"
+        return self._streams.run(self._compute_forward, forwards)
+
+    def _compute_forward(self, jobs: Ordered[PrefillJob]) -> list[mx.array]:
+        is_alone = len(jobs) == 1 and self._shape(jobs[0]) is None
+        return self.compute_chunk(jobs[0]) if is_alone else self.compute_together(jobs)
 
     def compute_together(self, jobs: Ordered[PrefillJob]) -> list[mx.array]:
         """Compute jobs to their ends in one forward; returns what to evaluate."""
-        cache = self._begin(jobs)
+        shape = self._shape(jobs[0])
+        assert shape is not None, "a job that shares forwards"
+        num_cached, width = shape
+        cache = self._begin(jobs, num_cached + width)
         uncached = [job.tokens[job.num_computed :] for job in jobs]
-        longest = padded(max(map(len, uncached)))
-        tokens_BT = [[*tokens, *tokens[-1:] * (longest - len(tokens))] for tokens in uncached]
+        tokens_BT = [[*tokens, *tokens[-1:] * (width - len(tokens))] for tokens in uncached]
         lora = self._loras.select([jobs[0].segment()[1]] * len(jobs))
-        with padding(leaves(cache), [len(tokens) for tokens in uncached], longest):
+        with padding(leaves(cache), [len(tokens) for tokens in uncached], width):
             hidden_BTH = self._model.hidden(mx.array(tokens_BT, mx.int32), cache, lora)
         last_B1 = mx.array([[len(tokens) - 1] for tokens in uncached])
         logits_BV = self._model.head(take_in_groups(hidden_BTH, last_B1)[:, 0])
@@ -177,9 +181,9 @@ class Prefill:
         per_token, num_free = self._memory.budget.cost.per_token, self._memory.num_free_bytes()
         return self._prefixes.add(owner, tokens, copy, per_token, num_free)
 
-    def _begin(self, jobs: Ordered[PrefillJob]) -> list[Any]:
-        """A cache with a row for each job, allocated for whole prompts, where mlx-lm's caches would grow and copy, and
-        filled with what is cached, as many tokens for each."""
+    def _begin(self, jobs: Ordered[PrefillJob], num_positions: int = 0) -> list[Any]:
+        """A cache with a row for each job, allocated for whole prompts and for `num_positions`, where mlx-lm's caches
+        would grow and copy, and filled with what is cached, as many tokens for each."""
         cache, hits = self._model.make_cache(), [self._match(job) for job in jobs]
         num_cached = hits[0].num_tokens if hits[0] else 0
         for row, job in enumerate(jobs):
@@ -190,9 +194,7 @@ class Prefill:
                 if not sequence.tokens:
                     sequence.num_cached_prompt_tokens = num_cached
         if self._model.is_batch_invariant or self._model.has_states:
-            longest = max(len(job.tokens) for job in jobs)
-            size = allocated(longest if len(jobs) == 1 else num_cached + padded(longest - num_cached))
-            _allocate(cache, size, [hit for hit in hits if hit])
+            _allocate(cache, max(num_positions, *(job.num_allocated for job in jobs)), [hit for hit in hits if hit])
         return cache
 
     def _match(self, job: PrefillJob) -> Hit | None:
@@ -208,12 +210,16 @@ class Prefill:
         owner = Owner.of(adapter, job.request.cache_salt)
         return owner, job.tokens, reusable(self._prefixes.num_cached(owner, job.tokens, most))
 
-    def _num_cached_together(self, job: PrefillJob) -> int | None:
-        """Cached tokens of a job that one forward can compute with others; None where it is computed alone."""
-        if job.num_computed or job.scorer is not None or job.segment()[0] < len(job.tokens):
+    def _shape(self, job: PrefillJob) -> tuple[int, int] | None:
+        """Cached tokens of a job, and the positions that its own length gives it in a forward over several jobs, so
+        that its products have one shape in any company; None where it is computed in chunks, alone."""
+        if not self.max_positions or job.num_computed or job.scorer is not None:
             return None
         num_cached = self._prefix(job)[2] if self._uses_cache else 0
-        return num_cached if len(job.tokens) - num_cached <= self.max_positions else None
+        num_uncached = len(job.tokens) - num_cached
+        if job.segment()[0] < len(job.tokens) or num_uncached > self.max_positions:
+            return None
+        return num_cached, row_positions(num_uncached)
 
     def _chunk_end(self, start: int, segment_end: int) -> int:
         """A chunk's end, a little earlier where the remainder would be too few rows for exact products."""

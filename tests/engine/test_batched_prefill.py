@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 import mlx.core as mx
 import pytest
 
+from parallm.device.streams import DeviceStreams
 from parallm.engine.engine import Engine
 from parallm.engine.prefill import Prefill
 from parallm.engine.sequence import PrefillJob
@@ -22,9 +23,11 @@ def run(
     model: SharedModel,
     requests: Sequence[GenerationRequest],
     together: int,
+    ahead: int = 0,
     **more: object,
 ) -> tuple[dict[str, list[Completion]], list[list[int]], Engine]:
-    """The completions, and the shapes that the prompts were computed in."""
+    """The completions, and the shapes that the prompts were computed in; the others come a step after the first `ahead`
+    requests."""
     events: list[TokenEvent] = []
     engine = make_engine(model, events=events, **more)
     assert isinstance(engine.prefill, Prefill)
@@ -38,7 +41,10 @@ def run(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine.prefill, "compute_together", count)
-        for request in requests:
+        for request in requests[:ahead]:
+            engine.add(request, False)
+        step(engine)
+        for request in requests[ahead:]:
             engine.add(request, False)
         while step(engine):
             pass
@@ -51,6 +57,17 @@ def same(alone: dict[str, list[Completion]], together: dict[str, list[Completion
         for name in alone
         for one, other in zip(alone[name], together[name], strict=True)
     )
+
+
+def test_each_stream_has_a_forward_of_prompts(
+    make_engine: Callable[..., Engine],
+    load_tiny: Callable[..., SharedModel],
+    ask: Callable[..., GenerationRequest],
+    streams: DeviceStreams,
+) -> None:
+    requests = [ask(f"r{place}", [5 + place] * 20, 2, model="base") for place in range(2 * streams.width)]
+    _, counts, _ = run(make_engine, load_tiny("qwen3_5"), requests, 512)
+    assert counts == [[20, 20]] * streams.width
 
 
 @pytest.mark.cpu
@@ -73,7 +90,7 @@ def test_prompts_of_similar_length_give_the_same_together_as_alone(
     ]
     alone, none, _ = run(make_engine, model, requests, 0, async_scheduling=async_scheduling)
     together, counts, _ = run(make_engine, model, requests, 128, async_scheduling=async_scheduling)
-    assert (none, counts) == ([], [[20, 31, 28, 17], [3, 2], [30, 40]])
+    assert (none, counts) == ([], [[20, 31, 28, 17], [3, 2], [30], [40]])
     assert same(alone, together)
 
 
@@ -87,8 +104,8 @@ def test_prompts_go_on_together_from_beginnings_of_one_length(
     ]
     requests += [ask("other", [*range(60, 75)], 5, model="base")]
     alone, _, first = run(make_engine, model, requests, 0)
-    together, counts, second = run(make_engine, model, requests, 90)
-    assert counts == [[51, 52, 53, 54]], "the first fills a forward, and what it leaves is known to four others"
+    together, counts, second = run(make_engine, model, requests, 128, ahead=1)
+    assert (counts[0], counts[1][:3]) == ([42], [51, 52, 53]), "what the first leaves is known to others"
     assert first.prefill.num_cached_tokens == second.prefill.num_cached_tokens == 4 * 32
     assert [one[0].num_cached_prompt_tokens for one in together.values()] == [0, 32, 32, 32, 32, 0]
     assert same(alone, together)

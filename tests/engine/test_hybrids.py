@@ -94,9 +94,10 @@ def test_rows_that_share_steps_are_rows_alone(
     alone: dict[str, list[Completion]] = {}
     for request in requests:
         alone |= complete(model, [request], settings=EngineSettings(max_rows=1))
-    together = complete(model, requests, apart=1, settings=EngineSettings(max_rows=32))
-    assert sum(map(len, together.values())) == 32
-    check(together, alone, is_exact=True)
+    for apart in (0, 1):  # prompts that share forwards, and rows that join one after the other
+        together = complete(model, requests, apart=apart, settings=EngineSettings(max_rows=32))
+        assert sum(map(len, together.values())) == 32
+        check(together, alone, is_exact=True)
     record_property("hybrid.families_exact" if is_strict() else "hybrid.families_alike", 1)
     record_property("hybrid.families_k3", k3(together, alone))
 

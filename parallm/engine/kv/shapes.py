@@ -78,6 +78,12 @@ def padded(num_tokens: int) -> int:
     return in_quarters(STEP, num_tokens) if on_cuda() else max(MIN_ROWS, num_tokens)
 
 
+def row_positions(num_tokens: int) -> int:
+    """Positions to compute for a prompt of `num_tokens` in a forward over several prompts: of its own length alone, so
+    that its products have the same shapes in any company, and no more than `allocated` gives it in whole blocks."""
+    return padded(num_tokens) if on_cuda() else blocks(num_tokens) * BLOCK
+
+
 def allocated(num_tokens: int) -> int:
     """Positions of the cache of a prompt that is computed."""
     return in_quarters(STEP, num_tokens) if on_cuda() else num_tokens + MIN_ROWS

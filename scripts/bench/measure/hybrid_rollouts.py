@@ -10,14 +10,17 @@ from bench.measurement import Bar, Figures, Request, measurement
 from bench.processes import work_in_parts
 
 
-@measurement({"hybrid.cpu.rollouts_vs_by_row": Bar(min=5)}, minutes=4)
+@measurement({"hybrid.cpu.rollouts_vs_by_row": Bar(min=5), "hybrid.cpu.cpu_seconds_vs_by_row": Bar()}, minutes=4)
 def hybrid_rollouts_cpu(request: Request) -> Figures:
-    """CPU seconds of 32 rows one by one over those together: 25 million parameters, prompts of 16 to 64 tokens and
-    completions of 24 to 96, in turns."""
+    """Seconds of 32 rows one by one over those together, and CPU seconds: 25 million parameters, prompts of 16 to 64
+    tokens and completions of 24 to 96, in turns."""
     job = {"shape": "hybrid-25m", "rows": request.size(32, 8), "prompt": 64, "new": request.size(96, 24)}
     sides = ["ragged.rows", "ragged.by_row"]
-    found = results(job | {"rounds": request.size(3, 1), "sides": sides}, "cpu_seconds")
-    return {"hybrid.cpu.rollouts_vs_by_row": ratio(found["ragged.by_row"], found["ragged.rows"])}
+    seconds, cpu_seconds = results(job | {"rounds": request.size(5, 1), "sides": sides})
+    return {
+        "hybrid.cpu.rollouts_vs_by_row": ratio(seconds["ragged.by_row"], seconds["ragged.rows"]),
+        "hybrid.cpu.cpu_seconds_vs_by_row": ratio(cpu_seconds["ragged.by_row"], cpu_seconds["ragged.rows"]),
+    }
 
 
 @measurement(
@@ -38,7 +41,7 @@ def hybrid_rollouts_gpu(request: Request) -> Iterator[Figures]:
         shape = "hybrid-tiny" if request.is_quick else f"qwen3.5-{size}"
         job = {"shape": shape, "rows": request.size(32, 4), "prompt": 128, "new": request.size(64, 16)}
         job |= {"rounds": request.size(2, 1), "sides": None}
-        found = results(job, "seconds")
+        found, _ = results(job)
         own = {
             "rows_vs_by_row": ratio(found["ragged.by_row"], found["ragged.rows"]),
             "vs_batchgenerator": ratio(found["equal.batch_generator"], found["equal.rows"]),
@@ -48,13 +51,15 @@ def hybrid_rollouts_gpu(request: Request) -> Iterator[Figures]:
     yield {f"hybrid.gpu.{name}": value for name, value in worst.items()}
 
 
-def results(job: dict[str, Any], kind: str) -> dict[str, list[float]]:
-    """Seconds of each side's rounds, of the wall or of the CPU."""
-    found: dict[str, list[float]] = defaultdict(list)
+def results(job: dict[str, Any]) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Seconds of each side's rounds, of the wall and of the CPU; prints the speeds by the wall."""
+    seconds: dict[str, list[float]] = defaultdict(list)
+    cpu_seconds: dict[str, list[float]] = defaultdict(list)
     speeds: dict[str, list[float]] = defaultdict(list)
     for part in work_in_parts("hybrid_rollouts", is_peer=False, **job):
-        found[part["side"]].append(part[kind])
-        speeds[part["side"]].append(part["tokens"] / part[kind])
+        seconds[part["side"]].append(part["seconds"])
+        cpu_seconds[part["side"]].append(part["cpu_seconds"])
+        speeds[part["side"]].append(part["tokens"] / part["seconds"])
     rows = [(side, median(values), " ".join(f"{one:.0f}" for one in values)) for side, values in speeds.items()]
-    print_table(f"{job['shape']}: tokens/s of {kind}", [("", "median", "all"), *rows])
-    return found
+    print_table(f"{job['shape']}: tokens/s", [("", "median", "all"), *rows])
+    return seconds, cpu_seconds
