@@ -94,6 +94,7 @@ def test_prompts_of_similar_length_give_the_same_together_as_alone(
     assert same(alone, together)
 
 
+@pytest.mark.cpu
 def test_prompts_go_on_together_from_beginnings_of_one_length(
     make_engine: Callable[..., Engine], load_tiny: Callable[..., SharedModel], ask: Callable[..., GenerationRequest]
 ) -> None:
@@ -111,6 +112,7 @@ def test_prompts_go_on_together_from_beginnings_of_one_length(
     assert same(alone, together)
 
 
+@pytest.mark.cpu
 def test_only_prompts_of_one_version_are_computed_together(
     make_engine: Callable[..., Engine],
     load_tiny: Callable[..., SharedModel],

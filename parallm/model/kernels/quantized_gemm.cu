@@ -2,14 +2,17 @@
 // Inputs `x` (B, T, I), `packed` (O, I / 8), numbers of 4 bits as MLX packs them, the lowest bits first, `scales` and
 // `biases` (O, I / GROUP), if HAS_BIAS `bias` (O,). Output `y` (SPLITS, B, T, O): sums over parts of the input. If GATED
 // `y` (B, T, O / 2) is SwiGLU of the outputs' halves, as in small_batch_gemm.cu.
-// T type of all arrays, Y of the sums; TWO is a pair of T, and MAGIC a number of T, of whose lowest bits 4 are free. WIDE
-// warps side by side compute TALL times 16 outputs each, DEEP of them share each sum; TILES of 8 rows; CHUNK values of
-// the input are fetched at once, STAGES such fetches are under way. SCALE_BYTES of a row's scales are fetched at once,
-// for one chunk or several, into one of SLOTS places.
+// T type of all arrays, Y of the sums; TWO is a pair of T. WIDE warps side by side compute TALL times 16 outputs each,
+// DEEP of them share each sum; TILES of 8 rows; CHUNK values of the input are fetched at once, STAGES such fetches are
+// under way. SCALE_BYTES of a row's scales are fetched at once, for one chunk or several, into one of SLOTS places.
 // As in small_batch_gemm.cu weights are the left factor, and which values of the input meet in one instruction does not
 // matter as long as both sides agree. A lane has 4 words of a row at once, the numbers of 32 values, of one group. A
-// word's numbers k and k + 4 are where a pair of T has its lowest bits: with the bits of MAGIC above they are that number
-// more than MAGIC. So pairs of the input are made of its values k and k + 4 as well.
+// word's numbers k and k + 4 are where a pair of T has its lowest bits, so pairs of the input are made of its values k
+// and k + 4 as well.
+// What limits it are instructions, and two ways to unpack a pair differ by one. float16 has a MAGIC number whose 4 lowest
+// bits are free: with its bits above, a number q is MAGIC + q, and MAGIC is taken off again. bfloat16, where MAGIC is 0,
+// takes bits with nothing above, which are q x 2^-133, below the normal numbers, or q x 2^-129 four bits to the left.
+// Scales, which are below 2^11, x 2^117 and x 2^113 bring both to q x scale x 2^-16 exactly, and sums are brought back.
 #include "mma.cuh"
 
 extern "C" __global__ void __launch_bounds__(32 * WIDE * DEEP, 1)
@@ -80,8 +83,10 @@ extern "C" __global__ void __launch_bounds__(32 * WIDE * DEEP, 1)
 #pragma unroll
   for (int w = 0; w < 4; w++) own_given[w] = HEIGHT * PITCH + place_of(group, quad * 4 + w) * 16;
   float sum[TALL][TILES][4] = {};
+#if MAGIC
   const TWO magic{T(float(MAGIC)), T(float(MAGIC))};
   const uint32_t above = reinterpret_cast<const uint32_t&>(magic);
+#endif
   int stage = 0;  // of the chunk that is fetched
 #pragma unroll 1
   for (int chunk = begin - STAGES + 1; chunk < end; chunk++) {
@@ -102,14 +107,22 @@ extern "C" __global__ void __launch_bounds__(32 * WIDE * DEEP, 1)
       if (unit >= units) break;
       const int place = chunk % SPAN * IN_CHUNK + (unit * UNIT + quad * 32) / GROUP;
       uint4 words[TALL][2];
-      TWO scales_of[TALL][2];  // scale and bias of a row
+      TWO scale[TALL][2][2], offset[TALL][2];  // of a row's even and odd numbers
 #pragma unroll
       for (int t = 0; t < TALL; t++)
 #pragma unroll
         for (int odd = 0; odd < 2; odd++) {
           words[t][odd] = *reinterpret_cast<const uint4*>(weights + (t * 16 + odd) * PITCH + unit * 64);
           const T* of_row = own_scales + (t * 16 + odd) * GROUPS + place;
-          scales_of[t][odd] = TWO{of_row[0], of_row[SLOT / 2]};
+          const TWO both{of_row[0], of_row[0]}, biases{of_row[SLOT / 2], of_row[SLOT / 2]};
+#if MAGIC
+          scale[t][odd][0] = scale[t][odd][1] = both;
+          offset[t][odd] = biases;
+#else
+          scale[t][odd][0] = __hmul2(both, TWO{T(0x1p117f), T(0x1p117f)});
+          scale[t][odd][1] = __hmul2(both, TWO{T(0x1p113f), T(0x1p113f)});
+          offset[t][odd] = __hmul2(biases, TWO{T(0x1p-16f), T(0x1p-16f)});
+#endif
         }
 #pragma unroll
       for (int w = 0; w < 4; w++) {
@@ -119,12 +132,17 @@ extern "C" __global__ void __launch_bounds__(32 * WIDE * DEEP, 1)
 #pragma unroll
           for (int odd = 0; odd < 2; odd++) {
             const uint4& all = words[t][odd];
-            const TWO both = scales_of[t][odd], scale{both.x, both.x}, offset{both.y, both.y};
             const uint32_t word = w == 0 ? all.x : w == 1 ? all.y : w == 2 ? all.z : all.w;
 #pragma unroll
             for (int k = 0; k < 4; k++) {
-              const uint32_t numbers = word >> 4 * k & 0x000f000fu | above;
-              const TWO values = __hfma2(__hsub2(reinterpret_cast<const TWO&>(numbers), magic), scale, offset);
+#if MAGIC
+              const uint32_t bits = word >> 4 * k & 0x000f000fu | above;
+              const TWO numbers = __hsub2(reinterpret_cast<const TWO&>(bits), magic);
+#else
+              const uint32_t bits = word >> k / 2 * 8 & (k % 2 ? 0x00f000f0u : 0x000f000fu);
+              const TWO numbers = reinterpret_cast<const TWO&>(bits);
+#endif
+              const TWO values = __hfma2(numbers, scale[t][odd][k % 2], offset[t][odd]);
               pairs[t][odd][k] = reinterpret_cast<const uint32_t&>(values);
             }
           }
@@ -170,6 +188,7 @@ extern "C" __global__ void __launch_bounds__(32 * WIDE * DEEP, 1)
         of[3] += added.w;
       }
   }
+  constexpr float UP = MAGIC ? 1.0f : 0x1p16f;
   struct alignas(2 * sizeof(Y)) Pair {
     Y values[2];
   };
@@ -184,7 +203,7 @@ extern "C" __global__ void __launch_bounds__(32 * WIDE * DEEP, 1)
         const int row = n * 8 + quad * 2 + odd;
         if (row >= rows) continue;
         const int at = part * rows + row;
-        float of_even = sum[t][n][odd], of_odd = sum[t][n][2 + odd];
+        float of_even = sum[t][n][odd] * UP, of_odd = sum[t][n][2 + odd] * UP;
 #if HAS_BIAS
         if (part == 0) {
           of_even += float(bias[GATED ? output / 2 : output]);

@@ -19,8 +19,8 @@ MAX_ROWS = 128
 rows 260 and 296."""
 BITS = 4
 GROUPS = (32, 64, 128)
-PAIRS = {mx.bfloat16: ("__nv_bfloat162", 128), mx.float16: ("__half2", 1024)}
-"""Two numbers, and the least from which on a number's last bit is 1."""
+PAIRS = {mx.bfloat16: ("__nv_bfloat162", 0), mx.float16: ("__half2", 1024)}
+"""Two numbers, and the least from which on a number's last bit is 1; 0 where bits alone are numbers."""
 UNIT = 128  # inputs that a warp multiplies at once: inputs are a multiple of it
 OUTPUTS_OF_TILE = 16
 MAX_WIDE = 14

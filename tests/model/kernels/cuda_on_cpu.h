@@ -52,14 +52,38 @@ struct __half {
   explicit __half(float from) : value(from) {}
   explicit operator float() const { return value; }
 };
-struct alignas(4) __half2 {
-  __half x, y;
+struct __nv_bfloat16 {
+  uint16_t bits;
+  __nv_bfloat16() = default;
+  explicit __nv_bfloat16(float from) {  // rounded to even; all NaN are one
+    uint32_t all;
+    std::memcpy(&all, &from, 4);
+    bits = from != from ? 0x7fff : (all + 0x7fff + (all >> 16 & 1)) >> 16;
+  }
+  explicit operator float() const {
+    const uint32_t all = uint32_t(bits) << 16;
+    float value;
+    std::memcpy(&value, &all, 4);
+    return value;
+  }
 };
-inline __half2 __hsub2(__half2 a, __half2 b) {
-  return {__half(float(a.x) - float(b.x)), __half(float(a.y) - float(b.y))};
+template <typename T>
+struct alignas(4) PairOf {
+  T x, y;
+};
+typedef PairOf<__half> __half2;
+typedef PairOf<__nv_bfloat16> __nv_bfloat162;
+template <typename T>
+PairOf<T> __hsub2(PairOf<T> a, PairOf<T> b) {
+  return {T(float(a.x) - float(b.x)), T(float(a.y) - float(b.y))};
 }
-inline __half2 __hfma2(__half2 a, __half2 b, __half2 c) {
-  return {__half(float(a.x) * float(b.x) + float(c.x)), __half(float(a.y) * float(b.y) + float(c.y))};
+template <typename T>
+PairOf<T> __hmul2(PairOf<T> a, PairOf<T> b) {
+  return {T(float(a.x) * float(b.x)), T(float(a.y) * float(b.y))};
+}
+template <typename T>
+PairOf<T> __hfma2(PairOf<T> a, PairOf<T> b, PairOf<T> c) {
+  return {T(float(a.x) * float(b.x) + float(c.x)), T(float(a.y) * float(b.y) + float(c.y))};
 }
 inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selectors) {
   const uint64_t both = uint64_t(high) << 32 | low;
@@ -119,6 +143,10 @@ static Value __shfl_xor_sync(unsigned, Value own, int mask) {
   return exchange(own, [=](auto of) { return of(lane ^ mask); });
 }
 template <typename Value>
+static Value __shfl_sync(unsigned, Value own, int lane) {
+  return exchange(own, [=](auto of) { return of(lane); });
+}
+template <typename Value>
 static Value __shfl_up_sync(unsigned, Value own, int step) {
   const int lane = threadIdx.x % 32;
   return exchange(own, [=](auto of) { return of(lane < step ? lane : lane - step); });
@@ -165,6 +193,7 @@ void copy_few(unsigned to, const void* from, bool valid = true) {
 }
 inline void copy_vector(unsigned to, const void* from, bool valid) { copy_few<16>(to, from, valid); }
 inline void copy_async(unsigned to, const void* from) { copy_vector(to, from, true); }
+inline uint4 read_once(const uint4* from) { return *from; }
 inline void commit_copies() { copies[threadIdx.x].emplace_back(); }
 template <int N>
 void wait_copies() {

@@ -1,4 +1,4 @@
-"""Runs the source of kernels on a CPU, compiled as C++ below `cuda_on_cpu.h`; float16 and one dimension of blocks."""
+"""Runs the source of kernels on a CPU, compiled as C++ below `cuda_on_cpu.h`; one dimension of blocks."""
 
 import ctypes
 import re
@@ -62,9 +62,9 @@ class CpuKernels:
         function.restype = ctypes.c_bool
 
         def run(inputs: Sequence[mx.array], scalars: Sequence[Any], **launch: Any) -> list[mx.array]:
-            originals = [np.asarray(array) for array in inputs]
+            originals = [np.asarray(array.view(_stored(array.dtype))) for array in inputs]
             arrays = [_aligned(array) for array in originals]
-            types = [np.dtype(str(dtype).removeprefix("mlx.core.")) for dtype in launch["output_dtypes"]]
+            types = [np.dtype(str(_stored(dtype)).removeprefix("mlx.core.")) for dtype in launch["output_dtypes"]]
             outputs = [
                 _aligned(_unwritten(shape, dtype)) for shape, dtype in zip(launch["output_shapes"], types, strict=True)
             ]
@@ -75,7 +75,8 @@ class CpuKernels:
                 raise NeverEnds(name)
             for original, array in zip(originals, arrays, strict=True):
                 original[...] = array
-            return [mx.array(output) for output in outputs]
+            pairs = zip(outputs, launch["output_dtypes"], strict=True)
+            return [mx.array(output).view(dtype) for output, dtype in pairs]
 
         return run
 
@@ -135,8 +136,13 @@ def _run(*arguments: str | Path) -> None:
     assert compiled.returncode == 0, compiled.stderr[:2000]
 
 
+def _stored(dtype: mx.Dtype) -> mx.Dtype:
+    """The type of NumPy with the bits of one of MLX."""
+    return mx.uint16 if dtype == mx.bfloat16 else dtype
+
+
 def _unwritten(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
-    return np.full(shape, np.nan if dtype.kind == "f" else -(2**30), dtype)
+    return np.full(shape, {"f": np.nan, "i": -(2**30)}.get(dtype.kind, np.iinfo(np.uint16).max), dtype)
 
 
 def _aligned(array: np.ndarray) -> np.ndarray:

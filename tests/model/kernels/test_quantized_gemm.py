@@ -63,9 +63,11 @@ def random_layer(
 
 
 def expected(x: mx.array, layer: nn.QuantizedLinear) -> mx.array:
-    """With weights rounded to their type, in float32."""
-    weights = mx.dequantize(layer.weight, layer.scales, layer.biases, group_size=layer.group_size, bits=4)
-    y: mx.array = x.astype(mx.float32) @ weights.astype(mx.float32).T + layer.get("bias", 0)
+    """With weights rounded to their type once, in float32."""
+    scales, biases = layer.scales.astype(mx.float32), layer.biases.astype(mx.float32)
+    weights = mx.dequantize(layer.weight, scales, biases, group_size=layer.group_size, bits=4)
+    weights = weights.astype(layer.scales.dtype).astype(mx.float32)
+    y: mx.array = x.astype(mx.float32) @ weights.T + layer.get("bias", 0)
     return y
 
 
@@ -114,6 +116,7 @@ CASES = [
 
 @needs_compiler
 @pytest.mark.cpu
+@pytest.mark.parametrize(("dtype", "rounding"), [(mx.float16, 2e-3), (mx.bfloat16, 8e-3)])
 @pytest.mark.parametrize(("rows", "inputs", "outputs", "group_size", "bias", "numbers"), CASES)
 def test_threads_multiply_packed_weights(
     rows: int,
@@ -122,15 +125,18 @@ def test_threads_multiply_packed_weights(
     group_size: int,
     bias: bool,
     numbers: dict[str, int],
+    dtype: mx.Dtype,
+    rounding: float,
     kernels: CpuKernels,
     follow: Callable[..., None],
 ) -> None:
     follow(**numbers)
-    layer = random_layer(inputs, outputs, group_size, mx.float16, bias=bias)
-    x = mx.random.normal((rows, 1, inputs), key=mx.random.key(rows)).astype(mx.float16)
+    layer = random_layer(inputs, outputs, group_size, dtype, bias=bias)
+    x = mx.random.normal((rows, 1, inputs), key=mx.random.key(rows)).astype(dtype)
     found = quantized_gemm(x, layer, is_whole=numbers["splits"] == 1)
     assert found.shape == (numbers["splits"], rows, 1, outputs)
-    assert difference(found.astype(mx.float32).sum(axis=0), expected(x, layer)) < 2e-3
+    of_sums = rounding if found.dtype == dtype else 1e-5
+    assert difference(found.astype(mx.float32).sum(axis=0), expected(x, layer)) < of_sums
 
 
 MUTATIONS = [
@@ -152,6 +158,23 @@ def test_another_line_is_found(kernels: CpuKernels, follow: Callable[..., None])
     for old, new in MUTATIONS:
         kernels.mutation = "quantized_gemm", old, new
         assert difference(quantized_gemm(x, layer, is_whole=False).sum(axis=0), wanted) > 0.02, new
+
+
+@needs_compiler
+@pytest.mark.cpu
+@pytest.mark.parametrize(("old", "new"), [("T(0x1p113f)", "T(0x1p112f)"), ("0x00f000f0u", "0x000f000fu")])
+def test_numbers_below_the_normal_ones_are_scaled(
+    old: str, new: str, kernels: CpuKernels, follow: Callable[..., None]
+) -> None:
+    follow(wide=1, tall=1, deep=1, chunk=256, stages=3, splits=2)
+    layer = random_layer(1024, 16, 64, mx.bfloat16)
+    for factor in (1.0, 2.0**8, 2.0**-30):
+        layer.scales, layer.biases = ((array * factor).astype(mx.bfloat16) for array in (layer.scales, layer.biases))
+        x = mx.random.normal((2, 1, 1024), key=mx.random.key(7)).astype(mx.bfloat16)
+        wanted = expected(x, layer)
+        assert difference(quantized_gemm(x, layer, is_whole=False).sum(axis=0), wanted) < 1e-5
+    kernels.mutation = "quantized_gemm", old, new
+    assert difference(quantized_gemm(x, layer, is_whole=False).sum(axis=0), wanted) > 0.02
 
 
 @needs_compiler
