@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from playwright.sync_api import expect
+from playwright.sync_api import APIResponse, Route, expect
 
 from tests.dashboard.answers import RUN, Answers
 from tests.dashboard.conftest import PAGE, OpenPage
@@ -50,6 +50,30 @@ def test_keys_do_nothing_in_fields_and_can_be_switched_off(stage: Stage, open_pa
     page.keyboard.type("go")
     expect(page.get_by_role("heading", level=1)).to_have_text("Settings")
     page.get_by_label("Single keys").check()
+
+
+def test_an_answer_that_comes_late_replaces_no_newer_one(open_page: OpenPage) -> None:
+    def named(name: str) -> Answers:
+        return Answers(num_steps=5, text=lambda _: name, trains=False)
+
+    held: list[tuple[Route, APIResponse]] = []
+    with Stage(named("first")) as stage:
+        page = open_page(stage).page
+        header = page.locator("header .run")
+        expect(header).to_contain_text("first")
+        expect(page.locator(".news")).to_have_text("live")
+        page.route("**/v1/session", lambda route: held.append((route, route.fetch())), times=1)
+        stage.answers = named("second")
+        stage.tell("lost", {})
+        while not held:
+            page.wait_for_timeout(20)
+        stage.answers = named("third")
+        stage.tell("lost", {})
+        expect(header).to_contain_text("third")
+        route, answer = held[0]
+        route.fulfill(response=answer)
+        page.wait_for_timeout(500)
+        expect(header).to_contain_text("third")
 
 
 def test_the_page_says_when_it_is_not_live_and_comes_back(open_page: OpenPage) -> None:

@@ -43,11 +43,19 @@ export const now = () => Date.now() / 1000 + state.ahead;
 /** Whether what is looked at may still change. */
 export const isLive = () => state.run === "current" || state.run === null;
 
+let sessionsAsked = 0;
+let sessionsAnswered = 0;
+
+/** Read the session; an answer that a later one has overtaken changes nothing. */
 export async function readSession() {
-  state.session = await get("/v1/session");
-  state.ahead = state.session.now - Date.now() / 1000;
-  tell("session", state.session);
-  return state.session;
+  const own = ++sessionsAsked;
+  const session = await get("/v1/session");
+  if (own < sessionsAnswered) return state.session;
+  sessionsAnswered = own;
+  state.session = session;
+  state.ahead = session.now - Date.now() / 1000;
+  tell("session", session);
+  return session;
 }
 
 /** Look at a run and a policy: read what there is. Raises Refused. */
@@ -60,8 +68,12 @@ export async function look(run, policy) {
   if (!watched) stop("off");
 }
 
+let histories = 0;
+
 async function readAnew() {
   const { run, policy } = state;
+  const own = ++histories;
+  const isOld = () => own !== histories || state.run !== run || state.policy !== policy;
   if (run === null) return tell("history", null);
   state.denied = "";
   const history = await readHistory(run, policy).catch((error) => {
@@ -69,11 +81,11 @@ async function readAnew() {
     if (error.status === 403) state.denied = error.message;
     return null;
   });
-  if (state.run !== run || state.policy !== policy) return;
+  if (isOld()) return;
   state.history = history;
   tell("history", history);
   const happened = await get(`/v1/runs/${encodeURIComponent(run)}/happenings`, { policy, limit: 500 }).catch(() => ({ data: [] }));
-  if (state.run !== run || state.policy !== policy) return;
+  if (isOld()) return;
   state.happenings = happened.data;
   tell("happenings", happened.data);
 }
