@@ -1,7 +1,7 @@
 """Continuous batching: prompts are computed in chunks, then their sequences join a decode batch and decode together.
 
-The device thread calls `step` for one unit of work: one prompt chunk per stream, or one decode step of all sequences of
-a traffic class, with one host synchronisation. With asynchronous scheduling a step is launched before the one before is
+The device thread calls `step` for one unit of work: prompts of each stream, or one decode step of all sequences of a
+traffic class, with one host synchronisation. With asynchronous scheduling a step is launched before the one before is
 read, so that the device computes while Python works. Everything here runs on the device thread.
 
 Finite weights can have products that are not, as of an adapter that has diverged. NaN touches no other sequence:
@@ -269,7 +269,7 @@ class Engine:
                 sequence.adapter = adapter
 
     def _compute(self, queue: RequestQueue, jobs: list[PrefillJob]) -> None:
-        """Compute a chunk of each job, or the first jobs whole; read meanwhile what was in flight."""
+        """Compute a chunk of a job on each stream, or several jobs whole; read meanwhile what was in flight."""
         jobs = self.prefill.for_one_unit(jobs)
         self._at_work = sequences = [sequence for job in jobs for sequence in job.sequences]
         chunks = self.prefill.compute(jobs)

@@ -1,10 +1,11 @@
 """Computes prompts in chunks, each alone with a plain causal mask, and preempted sequences as they were computed
 before.
 
-With MLX's CUDA build, jobs of similar lengths that begin at the same position are rows of one forward, which takes
-Python milliseconds, whatever it holds. Rows are padded, which causal attention hides. On a CPU only recurrent models
-gain by that, whose layers are many small operations. Recurrent states are those after each row's own tokens; they
-cannot be cut, so that such models have no prefix cache.
+With MLX's CUDA build, jobs that begin at the same position are rows of one forward, which takes Python milliseconds,
+whatever it holds. On a CPU only recurrent models gain by that, whose layers are many small operations. Rows are padded,
+which causal attention hides, to lengths that are few (`row_positions`), and rows of one forward have the same: then
+attention and chunks of a prompt have the same shapes in any company. Recurrent states are those after each row's own
+tokens; they cannot be cut, so that such models have no prefix cache.
 
 Axes: B jobs, T tokens, H hidden, V vocabulary.
 """
@@ -72,15 +73,17 @@ class Prefill:
         self._chunk = chunk_tokens(settings)
         self._is_servable = is_servable
         self._uses_cache = settings.prefix_cache and model.is_batch_invariant
-        are_rows = pads_prompts(model) if model.has_states else model.is_batch_invariant and on_cuda()
-        self.max_positions = self._chunk if are_rows and memory.make_batch.is_batched else 0
+        are_rows = memory.make_batch.is_batched and (
+            pads_prompts(model) if model.has_states else model.is_batch_invariant and on_cuda()
+        )
+        self.max_positions = self._chunk if are_rows else 0
         """Positions of one forward over several jobs; 0: each job is computed alone."""
         self._forwards: list[list[PrefillJob]] = []  # jobs of each forward that `for_one_unit` has chosen
 
     @property
     def max_jobs(self) -> int:
-        """Jobs that one unit may compute: one per stream, or as many as a forward takes."""
-        return self._streams.width * max(1, self.max_positions // MIN_ROWS)
+        """Jobs that one unit may compute: for each stream one, or as many as a forward takes."""
+        return self._streams.width * max(1, self.max_positions // row_positions(1))
 
     def for_one_unit(self, jobs: Ordered[PrefillJob]) -> list[PrefillJob]:
         """The jobs of one unit: for each stream the first one left, and those that share its forward."""
@@ -135,7 +138,7 @@ class Prefill:
     def compute_chunk(self, job: PrefillJob) -> list[mx.array]:
         """Compute the next chunk of a job; returns what to evaluate."""
         if job.num_computed == 0:
-            self._begin([job])
+            self._begin([job], job.num_allocated)
         segment_end, adapter = job.segment()
         chunk = job.tokens[job.num_computed : self._chunk_end(job.num_computed, segment_end)]
         # Padding after the chunk, which causal attention hides, makes products of the right sizes
@@ -181,9 +184,9 @@ class Prefill:
         per_token, num_free = self._memory.budget.cost.per_token, self._memory.num_free_bytes()
         return self._prefixes.add(owner, tokens, copy, per_token, num_free)
 
-    def _begin(self, jobs: Ordered[PrefillJob], num_positions: int = 0) -> list[Any]:
-        """A cache with a row for each job, allocated for whole prompts and for `num_positions`, where mlx-lm's caches
-        would grow and copy, and filled with what is cached, as many tokens for each."""
+    def _begin(self, jobs: Ordered[PrefillJob], num_positions: int) -> list[Any]:
+        """A cache with a row of `num_positions` for each job, where mlx-lm's caches would grow and copy, filled with
+        what is cached, as many tokens for each."""
         cache, hits = self._model.make_cache(), [self._match(job) for job in jobs]
         num_cached = hits[0].num_tokens if hits[0] else 0
         for row, job in enumerate(jobs):
@@ -194,7 +197,7 @@ class Prefill:
                 if not sequence.tokens:
                     sequence.num_cached_prompt_tokens = num_cached
         if self._model.is_batch_invariant or self._model.has_states:
-            _allocate(cache, max(num_positions, *(job.num_allocated for job in jobs)), [hit for hit in hits if hit])
+            _allocate(cache, num_positions, [hit for hit in hits if hit])
         return cache
 
     def _match(self, job: PrefillJob) -> Hit | None:
@@ -211,8 +214,8 @@ class Prefill:
         return owner, job.tokens, reusable(self._prefixes.num_cached(owner, job.tokens, most))
 
     def _shape(self, job: PrefillJob) -> tuple[int, int] | None:
-        """Cached tokens of a job, and the positions that its own length gives it in a forward over several jobs, so
-        that its products have one shape in any company; None where it is computed in chunks, alone."""
+        """Cached tokens of a job, and its positions in a forward over several jobs; None where it is computed alone, in
+        chunks."""
         if not self.max_positions or job.num_computed or job.scorer is not None:
             return None
         num_cached = self._prefix(job)[2] if self._uses_cache else 0

@@ -52,28 +52,28 @@ def test_keys_do_nothing_in_fields_and_can_be_switched_off(stage: Stage, open_pa
     page.get_by_label("Single keys").check()
 
 
-def test_an_answer_that_comes_late_replaces_no_newer_one(open_page: OpenPage) -> None:
-    def named(name: str) -> Answers:
-        return Answers(num_steps=5, text=lambda _: name, trains=False)
+@pytest.mark.parametrize(("path", "place"), [("session", "header .run"), ("runs/current/history*", "header .step")])
+def test_an_answer_that_comes_late_replaces_no_newer_one(open_page: OpenPage, path: str, place: str) -> None:
+    def of_steps(num_steps: int) -> Answers:
+        return Answers(num_steps=num_steps, text=lambda _: f"named {num_steps}", trains=path != "session")
 
     held: list[tuple[Route, APIResponse]] = []
-    with Stage(named("first")) as stage:
+    with Stage(of_steps(5)) as stage:
         page = open_page(stage).page
-        header = page.locator("header .run")
-        expect(header).to_contain_text("first")
+        expect(page.locator(place)).to_contain_text("5")
         expect(page.locator(".news")).to_have_text("live")
-        page.route("**/v1/session", lambda route: held.append((route, route.fetch())), times=1)
-        stage.answers = named("second")
+        page.route(f"**/v1/{path}", lambda route: held.append((route, route.fetch())), times=1)
+        stage.answers = of_steps(6)
         stage.tell("lost", {})
         while not held:
             page.wait_for_timeout(20)
-        stage.answers = named("third")
+        stage.answers = of_steps(7)
         stage.tell("lost", {})
-        expect(header).to_contain_text("third")
+        expect(page.locator(place)).to_contain_text("7")
         route, answer = held[0]
         route.fulfill(response=answer)
         page.wait_for_timeout(500)
-        expect(header).to_contain_text("third")
+        expect(page.locator(place)).to_contain_text("7")
 
 
 def test_the_page_says_when_it_is_not_live_and_comes_back(open_page: OpenPage) -> None:

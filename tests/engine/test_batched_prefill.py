@@ -1,5 +1,6 @@
 """Prompts that one forward computes together give what they give alone."""
 
+import copy
 from collections.abc import Callable, Sequence
 
 import mlx.core as mx
@@ -24,14 +25,17 @@ def run(
     requests: Sequence[GenerationRequest],
     together: int,
     ahead: int = 0,
+    num_streams: int = 1,
     **more: object,
 ) -> tuple[dict[str, list[Completion]], list[list[int]], Engine]:
-    """The completions, and the shapes that the prompts were computed in; the others come a step after the first `ahead`
-    requests."""
+    """The completions, and the lengths of prompts that were computed together, on so many streams; the others come a
+    step after the first `ahead` requests."""
     events: list[TokenEvent] = []
     engine = make_engine(model, events=events, **more)
     assert isinstance(engine.prefill, Prefill)
     engine.prefill.max_positions = together
+    engine.prefill._streams = copy.copy(engine.prefill._streams)
+    engine.prefill._streams.handles = engine.prefill._streams.handles[:num_streams]
     counts: list[list[int]] = []
     compute = engine.prefill.compute_together
 
@@ -66,7 +70,7 @@ def test_each_stream_has_a_forward_of_prompts(
     streams: DeviceStreams,
 ) -> None:
     requests = [ask(f"r{place}", [5 + place] * 20, 2, model="base") for place in range(2 * streams.width)]
-    _, counts, _ = run(make_engine, load_tiny("qwen3_5"), requests, 512)
+    _, counts, _ = run(make_engine, load_tiny("qwen3_5"), requests, 512, num_streams=streams.width)
     assert counts == [[20, 20]] * streams.width
 
 
@@ -106,7 +110,7 @@ def test_prompts_go_on_together_from_beginnings_of_one_length(
     requests += [ask("other", [*range(60, 75)], 5, model="base")]
     alone, _, first = run(make_engine, model, requests, 0)
     together, counts, second = run(make_engine, model, requests, 128, ahead=1)
-    assert (counts[0], counts[1][:3]) == ([42], [51, 52, 53]), "what the first leaves is known to others"
+    assert counts == [[42], [51, 52, 53, 54], [15]], "what the first leaves is known to four others"
     assert first.prefill.num_cached_tokens == second.prefill.num_cached_tokens == 4 * 32
     assert [one[0].num_cached_prompt_tokens for one in together.values()] == [0, 32, 32, 32, 32, 0]
     assert same(alone, together)

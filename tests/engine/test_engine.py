@@ -124,7 +124,8 @@ def test_all_completions_of_a_request_share_one_pass_over_the_prompt(
         return hidden(self, tokens_BT, *rest)
 
     monkeypatch.setattr(SharedModel, "hidden", counted)
-    monkeypatch.setattr(decode_batch, "shares_steps", lambda _: True)  # without its trial
+    monkeypatch.setattr(decode_batch, "shares_steps", lambda _: True)  # without its trial, nor that of padding
+    monkeypatch.setattr("parallm.engine.prefill.pads_prompts", lambda _: False)
     made = complete(model, [ask("r", PROMPT, 5, n=6, temperature=1.0, seed=1)])["r"]
     assert [shape for shape in passes if shape[1] > 1] == [(1, 7)]
     assert [completion.index for completion in made] == [0, 1, 2, 3, 4, 5]

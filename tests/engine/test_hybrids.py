@@ -94,12 +94,14 @@ def test_rows_that_share_steps_are_rows_alone(
     alone: dict[str, list[Completion]] = {}
     for request in requests:
         alone |= complete(model, [request], settings=EngineSettings(max_rows=1))
+    estimates = []
     for apart in (0, 1):  # prompts that share forwards, and rows that join one after the other
         together = complete(model, requests, apart=apart, settings=EngineSettings(max_rows=32))
         assert sum(map(len, together.values())) == 32
         check(together, alone, is_exact=True)
+        estimates.append(k3(together, alone))
     record_property("hybrid.families_exact" if is_strict() else "hybrid.families_alike", 1)
-    record_property("hybrid.families_k3", k3(together, alone))
+    record_property("hybrid.families_k3", max(estimates))
 
 
 def test_a_state_that_is_not_its_rows_gives_other_tokens(
@@ -247,7 +249,6 @@ def test_prompts_of_rows_that_run_alone_are_computed_alone(
     load_tiny: LoadTiny, prompts: list[list[int]], ask: Ask, complete: Complete, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, requests = load_tiny("qwen3_5"), ragged(ask, prompts)[:4]
-    monkeypatch.setattr("parallm.engine.prefill.on_cuda", lambda: True)
     together = complete(model, requests)
     monkeypatch.setattr("parallm.engine.decode_batch.shares_steps", lambda _: False)
     check(complete(model, requests), together, is_exact=False)

@@ -6,8 +6,9 @@ copied anyway keep slots for the present sequences only: a CPU pays most for mem
 When memory is short, buffers are exactly as large as needed; with compiled steps up to a fifth more, which is four
 shapes for each doubling. Positions that are four times what the sequences need are given back.
 
-Prompts are computed at their own length on a CPU, in products of enough rows. With MLX's CUDA build lengths come in few
-sizes: MLX plans cuDNN's attention for each new shape, and keeps 256 plans.
+Prompts are computed at their own length on a CPU, in products of enough rows; those that share forwards in whole
+blocks. With MLX's CUDA build lengths come in few sizes: MLX plans cuDNN's attention for each new shape, and keeps 256
+plans.
 """
 
 from dataclasses import dataclass
@@ -79,8 +80,7 @@ def padded(num_tokens: int) -> int:
 
 
 def row_positions(num_tokens: int) -> int:
-    """Positions to compute for a prompt of `num_tokens` in a forward over several prompts: of its own length alone, so
-    that its products have the same shapes in any company, and no more than `allocated` gives it in whole blocks."""
+    """Positions to compute for a prompt of `num_tokens` in a forward over several prompts."""
     return padded(num_tokens) if on_cuda() else blocks(num_tokens) * BLOCK
 
 

@@ -167,10 +167,10 @@ def test_numbers_below_the_normal_ones_are_scaled(
     old: str, new: str, kernels: CpuKernels, follow: Callable[..., None]
 ) -> None:
     follow(wide=1, tall=1, deep=1, chunk=256, stages=3, splits=2)
-    layer = random_layer(1024, 16, 64, mx.bfloat16)
-    for factor in (1.0, 2.0**8, 2.0**-30):
-        layer.scales, layer.biases = ((array * factor).astype(mx.bfloat16) for array in (layer.scales, layer.biases))
-        x = mx.random.normal((2, 1, 1024), key=mx.random.key(7)).astype(mx.bfloat16)
+    layer, x = random_layer(1024, 16, 64, mx.bfloat16), mx.random.normal((2, 1, 1024), key=mx.random.key(7))
+    x, scales, biases = x.astype(mx.bfloat16), layer.scales, layer.biases
+    for factor in (1.0, 2.0**10, 2.0**-30):
+        layer.scales, layer.biases = (scales * factor).astype(mx.bfloat16), (biases * factor).astype(mx.bfloat16)
         wanted = expected(x, layer)
         assert difference(quantized_gemm(x, layer, is_whole=False).sum(axis=0), wanted) < 1e-5
     kernels.mutation = "quantized_gemm", old, new

@@ -68,21 +68,23 @@ export async function look(run, policy) {
   if (!watched) stop("off");
 }
 
-let histories = 0;
+let historiesAsked = 0;
+let historiesAnswered = 0;
 
 async function readAnew() {
   const { run, policy } = state;
-  const own = ++histories;
-  const isOld = () => own !== histories || state.run !== run || state.policy !== policy;
+  const own = ++historiesAsked;
+  const isOld = () => own < historiesAnswered || state.run !== run || state.policy !== policy;
   if (run === null) return tell("history", null);
-  state.denied = "";
+  let denied = "";
   const history = await readHistory(run, policy).catch((error) => {
     if (![403, 404].includes(error.status)) throw error;
-    if (error.status === 403) state.denied = error.message;
+    if (error.status === 403) denied = error.message;
     return null;
   });
   if (isOld()) return;
-  state.history = history;
+  historiesAnswered = own;
+  Object.assign(state, { history, denied });
   tell("history", history);
   const happened = await get(`/v1/runs/${encodeURIComponent(run)}/happenings`, { policy, limit: 500 }).catch(() => ({ data: [] }));
   if (isOld()) return;
@@ -171,7 +173,8 @@ async function refresh() {
   for (let failures = 0; own === asked; failures++) {
     try {
       await readSession();
-      return await readAnew();
+      if (own === asked) await readAnew();
+      return;
     } catch (error) {
       if (!(error instanceof Refused) || (error.status > 0 && error.status < 500)) return;
     }
