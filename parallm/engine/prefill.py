@@ -110,8 +110,7 @@ class Prefill:
         return self._streams.run(self._compute_forward, forwards)
 
     def _compute_forward(self, jobs: Ordered[PrefillJob]) -> list[mx.array]:
-        is_alone = len(jobs) == 1 and self._shape(jobs[0]) is None
-        return self.compute_chunk(jobs[0]) if is_alone else self.compute_together(jobs)
+        return self.compute_chunk(jobs[0]) if self._shape(jobs[0]) is None else self.compute_together(jobs)
 
     def compute_together(self, jobs: Ordered[PrefillJob]) -> list[mx.array]:
         """Compute jobs to their ends in one forward; returns what to evaluate."""

@@ -9,9 +9,9 @@
 // matter as long as both sides agree. A lane has 4 words of a row at once, the numbers of 32 values, of one group. A
 // word's numbers k and k + 4 are where a pair of T has its lowest bits, so pairs of the input are made of its values k
 // and k + 4 as well.
-// What limits it are instructions, and two ways to unpack a pair differ by one. float16 has a MAGIC number whose 4 lowest
-// bits are free: with its bits above, a number q is MAGIC + q, and MAGIC is taken off again. bfloat16, where MAGIC is 0,
-// takes bits with nothing above, which are q x 2^-133, below the normal numbers, or q x 2^-129 four bits to the left.
+// A pair is unpacked by as few instructions as its type allows. float16 has a MAGIC number whose 4 lowest bits are free:
+// with its bits above, a number q is MAGIC + q, and MAGIC is taken off again. bfloat16, where MAGIC is 0, takes bits with
+// nothing above, which are q x 2^-133, below the normal numbers, or q x 2^-129 four bits to the left.
 // Scales, which are below 2^11, x 2^117 and x 2^113 bring both to q x scale x 2^-16 exactly, and sums are brought back.
 #include "mma.cuh"
 

@@ -143,10 +143,6 @@ static Value __shfl_xor_sync(unsigned, Value own, int mask) {
   return exchange(own, [=](auto of) { return of(lane ^ mask); });
 }
 template <typename Value>
-static Value __shfl_sync(unsigned, Value own, int lane) {
-  return exchange(own, [=](auto of) { return of(lane); });
-}
-template <typename Value>
 static Value __shfl_up_sync(unsigned, Value own, int step) {
   const int lane = threadIdx.x % 32;
   return exchange(own, [=](auto of) { return of(lane < step ? lane : lane - step); });
@@ -193,7 +189,6 @@ void copy_few(unsigned to, const void* from, bool valid = true) {
 }
 inline void copy_vector(unsigned to, const void* from, bool valid) { copy_few<16>(to, from, valid); }
 inline void copy_async(unsigned to, const void* from) { copy_vector(to, from, true); }
-inline uint4 read_once(const uint4* from) { return *from; }
 inline void commit_copies() { copies[threadIdx.x].emplace_back(); }
 template <int N>
 void wait_copies() {
