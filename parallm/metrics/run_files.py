@@ -29,6 +29,10 @@ MAX_SMALL_BYTES = 1024 * 1024
 MAX_LINE_BYTES = 1024 * 1024
 MAX_SECONDS = 20.0
 """Time to read one file."""
+BLOCK_BYTES = 1024 * 1024
+"""Bytes that are read at once. Each read lets go of Python's lock and takes it again before a waiting thread is awake,
+which then waits its whole interval anew: small blocks keep the event loop waiting until the file ends.
+"""
 MAX_ITEMS = 5000
 """Rows of evaluations, happenings and the like that one answer holds, and values of a configuration."""
 MAX_ENTRIES = 20_000
@@ -88,7 +92,7 @@ def opened_file(folder: RunFolder, name: str) -> Iterator[BinaryIO]:
     """Yield a plain file. Raises OSError for anything else, which is not waited for either."""
     with opened_folder(folder) as descriptor:
         inner = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=descriptor)
-    with os.fdopen(inner, "rb") as file:
+    with os.fdopen(inner, "rb", BLOCK_BYTES) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise FileNotFoundError(f"{name} is no plain file")
         yield file
