@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import os
+import ssl
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -106,6 +107,14 @@ def _servers_end_soon() -> Iterator[None]:
     """Hundreds of tests start a server, and most of the time of many was its end."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(uvicorn.server, "asyncio", _QuickLooks("asyncio"))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _certificates_are_read_once() -> Iterator[None]:
+    """Each client of HTTP reads all certificates of the world, for servers without any."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ssl, "create_default_context", cache(ssl.create_default_context))
         yield
 
 

@@ -41,6 +41,7 @@ TINY = (
     "learner.warmup_steps=0",
     "trainer.evaluate_problems=0",
     "metrics.samples_per_step=1000",
+    "metrics.curves=false",
     "server.enabled=false",
 )
 SECONDS = 120.0
@@ -139,7 +140,7 @@ def test_a_run_leaves_what_the_list_of_its_folder_says_and_can_be_named_by_other
     start: Start, tmp_path: Path
 ) -> None:
     evaluated = ("trainer.evaluate_problems=4", "trainer.steps=2", "checkpoint.every=1", "checkpoint.keep=1")
-    assert start(*TINY, *evaluated, "name=first").end() == 0
+    assert start(*TINY, *evaluated, "metrics.curves=true", "name=first").end() == 0
     folder = run_folder(tmp_path, "first")
     assert (tmp_path / "checkpoints" / "first" / "latest").readlink() == Path(folder.name)
     guide = (ROOT / "parallm" / "metrics" / "README.md").read_text().partition("## The run folder")[2]

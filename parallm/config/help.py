@@ -16,6 +16,7 @@ from pydantic.fields import FieldInfo
 from parallm.config.errors import nearest_of
 from parallm.config.recipes import Recipe, first_comment, read_recipes
 from parallm.config.schema import COMMANDS, PACKAGE_FOLDER, fields_of, known_keys, shipped
+from parallm.docstrings import field_docstrings
 from parallm.errors import ConfigError
 
 WORDS = {int: "integer", float: "number", str: "text", bool: "true | false", type(None): "null", Any: "any value"}
@@ -45,8 +46,8 @@ def keys_of(settings: type, above: str = "", choice: str = "") -> Iterator[Key]:
 
 def meaning_of(settings: type, name: str) -> str:
     """Return the docstring below a field, or below the field that it inherits from, in one line."""
-    bases = (fields_of(base) for base in settings.__mro__ if hasattr(base, "__pydantic_fields__"))
-    described = (fields[name].description for fields in bases if name in fields)
+    bases = [base for base in settings.__mro__ if hasattr(base, "__pydantic_fields__") and name in fields_of(base)]
+    described = (fields_of(base)[name].description or field_docstrings(base).get(name) for base in bases)
     return " ".join(next(filter(None, described), "").split())
 
 

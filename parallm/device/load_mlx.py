@@ -13,6 +13,7 @@ from functools import cache
 from threading import Thread
 from typing import Any
 
+from parallm.device.module_table import quick_module_table
 from parallm.device.own_transformers import hidden_torch, is_worthwhile
 from parallm.errors import ConfigError
 
@@ -35,7 +36,8 @@ def load_mlx(*, hides_torch: bool = False) -> None:
             "or 'parallm[cuda12]' or 'parallm[cuda13]' for an NVIDIA GPU"
         ) from error
     first_use()
-    with _limits_stay(), hidden_torch() if hides_torch and is_worthwhile() else nullcontext():
+    hiding = hidden_torch() if hides_torch and is_worthwhile() else nullcontext()
+    with _limits_stay(), quick_module_table(), hiding:
         importlib.import_module("mlx_lm")
     _raise_limit()
 

@@ -57,7 +57,7 @@ Item: TypeAlias = Mapping[str, Any]
 
 
 class GraderForm(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     name: str = Field(default="", max_length=200)
 

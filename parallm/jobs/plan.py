@@ -18,7 +18,7 @@ MIN_GROUP = 2
 
 
 class Hyperparameters(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     batch_size: Auto | Count = "auto"
     """Examples, or problems, of a step."""

@@ -17,7 +17,7 @@ OPEN_BATCHES: tuple[BatchStatus, ...] = ("validating", "in_progress", "finalizin
 
 
 class JobRecord(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
     id: str
     created_at: int

@@ -108,6 +108,8 @@ class RunRecorder:
         return summary
 
     def _draw(self, summary: RunSummary, title: str) -> None:
+        if not self._settings.curves:
+            return
         try:
             draw_curves(summary.steps, summary.evaluations, file=self.folder / "curves.png", title=title)
         except (OSError, ImportError, RuntimeError, ValueError) as error:

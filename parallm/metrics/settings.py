@@ -24,6 +24,8 @@ class MetricsSettings(DisplaySettings):
     step, or of up to 4."""
     rollout_bytes: int = Field(default=256 * 1024 * 1024, ge=1024 * 1024)
     """Bytes of rollouts/ on disk; beyond them steps are thinned out evenly."""
+    curves: bool = True
+    """Draw curves.png as the run ends, which takes a second or two of a CPU."""
     wandb: Literal["off", "online", "offline"] = "off"
     """Weights & Biases: `online` sends the metrics of each step there, `offline` keeps them in the run folder."""
     trackio: bool = False

@@ -66,7 +66,7 @@ def usual_config(config: ServeConfig) -> RunConfig:
         device=DeviceSettings(
             serving_share=config.device.serving_share, serving_latency_target=config.device.serving_latency_target
         ),
-        metrics=MetricsSettings(display="off"),
+        metrics=MetricsSettings(display="off", curves=False),
     )
     try:
         return with_parts(run, {str(part): keys for part, keys in config.jobs.training.items()})

@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from parallm import __version__
+from parallm.docstrings import DescribedJsonSchema
 from parallm.jobs.records import Batch, FileObject, FineTuningJob
 from parallm.server.control import replica_schemas as replicas
 from parallm.server.control import routes_adapters as adapters
@@ -725,7 +726,9 @@ def _schemas() -> dict[str, Any]:
     bodies = {body for document in DOCUMENTS.values() for body in document.bodies}
     answers = {answer for document in DOCUMENTS.values() for answer in document.answers} | {ErrorAnswer}
     models = sorted(bodies | answers, key=lambda model: model.__name__)
-    _, definitions = models_json_schema([(model, "validation") for model in models], ref_template=REF)
+    _, definitions = models_json_schema(
+        [(model, "validation") for model in models], ref_template=REF, schema_generator=DescribedJsonSchema
+    )
     schemas: dict[str, Any] = definitions["$defs"]
     for body in bodies:
         _allow_null(schemas[body.__name__])

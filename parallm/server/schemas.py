@@ -21,9 +21,7 @@ FIRST_FAULT = Field(fail_fast=True)  # or a body of a million wrong items makes 
 
 
 class Wire(BaseModel):
-    model_config = ConfigDict(
-        strict=True, extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 def is_tokens(value: object) -> bool:

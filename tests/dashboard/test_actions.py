@@ -31,6 +31,7 @@ RUN = (
     "rollout.max_tokens=24",
     "engine.warmup=false",
     "metrics.display=lines",
+    "metrics.curves=false",
     "server.port=0",
 )
 BAR = ("Pause", "Step", "Save", "Evaluate", "Stop")

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent.parent.parent
 TINY = (
     *("+recipe=arithmetic_grpo", "trainer.steps=3", "trainer.evaluate_problems=4", "trainer.evaluate_every=0"),
     *("rollout.problems_per_step=3", "rollout.group_size=4", "rollout.temperature=1.5", "checkpoint.every=100"),
-    *("server=off", "metrics.display=off", "learner.micro_batch_tokens=128", "distributed=mlx"),
+    *("server=off", "metrics.display=off", "metrics.curves=false", "learner.micro_batch_tokens=128", "distributed=mlx"),
 )
 LIMIT_SECONDS = 300
 DIGEST = re.compile(r"all workers hold version (\d+), digest (\w+)")

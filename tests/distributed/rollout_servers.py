@@ -16,7 +16,7 @@ from parallm.metrics.json_lines import read_rows
 KEYS = (
     *("+recipe=arithmetic_grpo", "trainer.evaluate_problems=4", "trainer.evaluate_every=0", "checkpoint.every=1000"),
     *("rollout.problems_per_step=6", "rollout.group_size=4", "rollout.temperature=1.5", "learner.learning_rate=2e-3"),
-    *("server=off", "metrics.display=off", "trainer.max_off_policy_steps=0"),
+    *("server=off", "metrics.display=off", "metrics.curves=false", "trainer.max_off_policy_steps=0"),
 )
 CLOCK = ("time", "seconds/", "engines/", "rollout/tokens_per_second", "serving/", "update/device_seconds")
 """Columns that no two runs have in common."""

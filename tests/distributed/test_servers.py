@@ -153,10 +153,17 @@ def is_server(process: int) -> bool:
 def adapter_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An adapter of the embedded model, as a run writes it."""
     folder = tmp_path_factory.mktemp("adapters")
-    keys = ("trainer.steps=1", "trainer.evaluate_problems=0", "rollout.problems_per_step=2", "rollout.group_size=2")
-    command = [sys.executable, "-m", "parallm.train", *keys, "server=off", "metrics.display=off", "name=poet"]
+    keys = ["trainer.steps=1", "trainer.evaluate_problems=0", "rollout.problems_per_step=2", "rollout.group_size=2"]
+    keys += [
+        "server=off",
+        "metrics.display=off",
+        "metrics.curves=false",
+        "name=poet",
+        f"hydra.run.dir={folder / 'run'}",
+    ]
+    command = [sys.executable, "-m", "parallm.train", *keys]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    subprocess.run([*command, f"hydra.run.dir={folder / 'run'}"], cwd=folder, env=environment, check=True, timeout=120)
+    subprocess.run(command, cwd=folder, env=environment, check=True, timeout=120)
     return next((folder / "run").glob("step_*"))
 
 

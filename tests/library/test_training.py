@@ -26,6 +26,7 @@ TINY = (
     "rollout.refill_rounds=0",
     "learner.learning_rate=1e-3",
     "learner.warmup_steps=0",
+    "metrics.curves=false",
 )
 UNTESTED = "trainer.evaluate_problems=0"
 SUMS = [{"prompt": f"What is {number} + 1?", "answer": str(number + 1)} for number in range(1, 9)]

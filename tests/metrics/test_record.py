@@ -22,7 +22,7 @@ from parallm.types import Message, Problem, Trajectory, TrajectoryGroup, WeightS
 
 MakeStep = Callable[..., StepMetrics]
 MakeEvaluation = Callable[..., EvaluationReport]
-OFF = MetricsSettings()
+OFF = MetricsSettings(curves=False)
 TRAJECTORY = Trajectory(
     problem_id="p",
     prompt_tokens=(1,),
@@ -141,11 +141,12 @@ def test_the_summary_covers_the_run_from_its_beginning(
     assert (written["first_step"]["step"], written["last_step"]["step"]) == (1, 2)
 
 
-def test_a_run_that_ends_before_its_first_step_still_leaves_a_summary(tmp_path: Path) -> None:
-    summary = RunRecorder(tmp_path, OFF, {}).finish("run")
+@pytest.mark.parametrize("curves", [True, False])
+def test_a_run_that_ends_before_its_first_step_still_leaves_a_summary(tmp_path: Path, curves: bool) -> None:
+    summary = RunRecorder(tmp_path, MetricsSettings(curves=curves), {}).finish("run")
     assert summary.rows()
     assert json.loads((tmp_path / "summary.json").read_text(encoding="utf-8"))["figures"]["run.steps"] == 0
-    assert (tmp_path / "curves.png").stat().st_size > 0
+    assert (tmp_path / "curves.png").is_file() == curves
 
 
 def test_a_failing_wandb_is_reported_once_and_costs_nothing(

@@ -34,7 +34,7 @@ TINY: Mapping[str, Mapping[str, Any]] = {
     "learner": {"warmup_steps": 0, "learning_rate": 1e-3},
     "trainer": {"steps": 3, "evaluate_problems": 0, "evaluate_every": 0},
     "checkpoint": {"every": 1},
-    "metrics": {"display": "off", "samples_per_step": 1000},
+    "metrics": {"display": "off", "samples_per_step": 1000, "curves": False},
     "server": {"enabled": False},
 }
 
@@ -134,8 +134,8 @@ def break_gradient(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     """Trains as the command does; `train(environment, folder, trainer={"steps": 2})` adds settings to tiny ones.
 
-    Curves are drawn for who asks for them: drawing takes longer than most of these runs. `keys` are those that the
-    configuration has for the environment.
+    No curves are drawn: that takes longer than most of these runs. `keys` are those that the configuration has for the
+    environment.
     """
 
     def run(
@@ -143,12 +143,9 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]
         folder: str = "run",
         seed: int = 0,
         *,
-        draws: bool = False,
         keys: Mapping[str, Any] | None = None,
         **parts: Mapping[str, Any],
     ) -> int:
-        if not draws:
-            monkeypatch.setattr("parallm.metrics.record.draw_curves", lambda *_, **__: None)
         chosen = environment or Parity()
         monkeypatch.setattr("parallm.run.training_data.build_environment", lambda _: chosen)
         values = {name: {**TINY.get(name, {}), **parts.get(name, {})} for name in {*TINY, *parts}}

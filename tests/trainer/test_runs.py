@@ -55,7 +55,7 @@ def newest_state(folder: Path) -> TrainingState:
 
 
 def test_a_run_leaves_its_numbers_samples_curves_checkpoints_and_adapters(train: Train, tmp_path: Path) -> None:
-    assert train(draws=True, trainer={"steps": 3, "evaluate_problems": 4}) == 0
+    assert train(metrics={"curves": True}, trainer={"steps": 3, "evaluate_problems": 4}) == 0
     folder = tmp_path / "run"
     assert [row["step"] for row in rows_of(folder)] == [1, 2, 3]
     assert {row["step"] for row in rows_of(folder, "samples.jsonl")} == {1, 2, 3}

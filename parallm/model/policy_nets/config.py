@@ -26,7 +26,7 @@ RESERVED = frozenset({"h", "c", EPISODE_START, "shape", "datatype", "data", "b64
 
 
 class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class Discrete(_Part):

@@ -16,7 +16,13 @@ from bench.processes import free_port
 ROOT = Path(__file__).parents[3]
 KEYS = (
     *("+recipe=arithmetic_grpo", "name=fronted", "trainer.steps=100000", "trainer.evaluate_problems=0"),
-    *("rollout.problems_per_step=3", "rollout.group_size=4", "checkpoint.every=20", "metrics.display=off"),
+    *(
+        "rollout.problems_per_step=3",
+        "rollout.group_size=4",
+        "checkpoint.every=20",
+        "metrics.display=off",
+        "metrics.curves=false",
+    ),
     *("distributed=mlx", "distributed.workers=2", "distributed.restarts=3", "distributed.front.hold_seconds=120"),
 )
 SECONDS = 120.0
