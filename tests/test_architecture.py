@@ -22,6 +22,7 @@ LAYERS: tuple[set[str], ...] = (
         "types",
         "reports",
         "errors",
+        "docstrings",
         "settings",
         "seeds",
         "interrupts",

@@ -61,7 +61,13 @@ class Stage:
         self._socket.close()
 
     def _run(self) -> None:
-        asyncio.run(self._server.serve(sockets=[self._socket]))
+        asyncio.run(self._serve_until_told())
+
+    async def _serve_until_told(self) -> None:
+        await self._server.serve(sockets=[self._socket])
+        for connection in list(self._server.server_state.connections):
+            connection.transport.abort()  # a busy browser has not taken the last bytes in time
+        await asyncio.sleep(0)
 
     def tell(self, kind: str, data: object) -> None:
         """Send an event to every page that watches."""

@@ -255,3 +255,29 @@ def test_a_connection_that_comes_as_the_server_ends_is_closed(app: FastAPI, turn
 
     asyncio.run(run())
     gc.collect()  # a socket that nobody closed warns as it is freed
+
+
+def test_a_connection_that_takes_no_answer_is_closed_as_the_server_ends(
+    app: FastAPI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_server, "LAST_BYTES_SECONDS", 0.1)
+    asked = b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+    async def run() -> None:
+        with socket.socket() as unread:
+            unread.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            async with serving(app) as port, asyncio.timeout(20):
+                unread.connect(("127.0.0.1", port))
+                unread.setblocking(False)
+                for _ in range(200):  # pipelined, more than both sides' buffers take
+                    with suppress(BlockingIOError):
+                        unread.send(asked)
+                    await asyncio.sleep(0.001)
+            unread.setblocking(True)
+            unread.settimeout(5)
+            while unread.recv(65_536):  # what was on its way, then the end
+                pass
+
+    with suppress(ConnectionResetError):
+        asyncio.run(run())
+    gc.collect()  # a socket that nobody closed warns as it is freed

@@ -83,8 +83,8 @@ def test_the_held_out_loss_is_on_the_screen_in_the_log_in_the_curves_and_in_the_
 
     monkeypatch.setattr("parallm.metrics.curves.panels_of", panels)
     caplog.set_level("INFO", logger=PROGRESS)
-    settings = {"learner": learner(data, data_held_out=held_out), "metrics": {"display": "lines"}}
-    assert train(metrics={"curves": True}, trainer={"steps": 2, "evaluate_problems": 4}, **settings) == 0
+    settings = {"learner": learner(data, data_held_out=held_out), "metrics": {"display": "lines", "curves": True}}
+    assert train(trainer={"steps": 2, "evaluate_problems": 4}, **settings) == 0
     before, after = (row["heldout/loss"] for row in rows_of(tmp_path / "run", "evaluations.jsonl"))
     lines = [f"evaluation at step 0: held-out loss {before:.2f} of 4", f"held-out loss after   {after:.2f}, 4 demonst"]
     for text in (capsys.readouterr().out, "\n".join(caplog.messages)):

@@ -438,3 +438,8 @@ class _Server(uvicorn.Server):
             self._connections.cancel()
             await asyncio.gather(self._connections, return_exceptions=True)
         await super().shutdown(sockets)
+        left = list(self.server_state.connections)
+        for connection in left:  # its client takes nothing, and uvicorn has given up waiting
+            connection.transport.abort()
+        if left:
+            await asyncio.sleep(0)  # a turn in which they are closed
