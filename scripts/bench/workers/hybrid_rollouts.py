@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -16,6 +17,7 @@ import numpy as np
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import make_prompt_cache
 
+import parallm
 from bench.workers.loads import SHAPES, Tokens, random_prompts
 from bench.workers.random_model import random_model
 from parallm.device.blas import load_blas, set_blas_threads
@@ -55,7 +57,8 @@ def main(
             num_tokens = run()
             seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu
             if number:
-                yield {"side": name, "tokens": num_tokens, "seconds": seconds, "cpu_seconds": cpu_seconds}
+                times = {"seconds": seconds, "cpu_seconds": cpu_seconds}
+                yield {"side": name, "tokens": num_tokens, **times, "package": str(Path(parallm.__file__).parent)}
 
 
 def equal(vocabulary: int, rows: int, prompt: int, new: int, seed: int) -> Load:
