@@ -3,7 +3,6 @@
 import asyncio
 import gc
 import os
-import ssl
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -12,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import httpx
 import pytest
 import uvicorn.server
 
@@ -112,9 +112,17 @@ def _servers_end_soon() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _certificates_are_read_once() -> Iterator[None]:
-    """Each client of HTTP reads all certificates of the world, for servers without any."""
+    """Each client of HTTP reads all certificates of the world, for servers without any. Clients with settings for TLS
+    read their own."""
+    usual, make = httpx.create_ssl_context(), httpx.create_ssl_context
+
+    def shared(*arguments: Any, **options: Any) -> Any:
+        given = {**dict(zip(("verify", "cert"), arguments, strict=False)), **options}
+        is_usual = given.get("verify", True) is True and given.get("cert") is None
+        return usual if is_usual else make(*arguments, **options)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ssl, "create_default_context", cache(ssl.create_default_context))
+        patch.setattr("httpx._transports.default.create_ssl_context", shared)
         yield
 
 

@@ -85,7 +85,7 @@ class RunRecorder:
             self._trackers.log(row)
 
     def finish(self, prefix: str, *, title: str = "", device: str = "") -> RunSummary:
-        """Write summary.json and curves.png and close the trackers; call it however the run ends.
+        """Write summary.json and, unless told otherwise, curves.png; close the trackers. Call it however the run ends.
 
         Figures are named `{prefix}.{name}`. `title` stands above the curves, else the prefix. The resident memory of
         this process counts, which leaves out what a GPU holds.
@@ -102,14 +102,13 @@ class RunRecorder:
         )
         figures = summary.figures(prefix)
         self._write_summary(summary, figures, device)
-        self._draw(summary, title or prefix)
+        if self._settings.curves:
+            self._draw(summary, title or prefix)
         if self._trackers is not None:
             self._trackers.finish(figures)
         return summary
 
     def _draw(self, summary: RunSummary, title: str) -> None:
-        if not self._settings.curves:
-            return
         try:
             draw_curves(summary.steps, summary.evaluations, file=self.folder / "curves.png", title=title)
         except (OSError, ImportError, RuntimeError, ValueError) as error:

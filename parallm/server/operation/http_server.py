@@ -44,13 +44,15 @@ DROP_ORDER: Mapping[Phase, int] = {"head": 0, "body": 0, "leftover": 0, "idle": 
 """Order in which connections are dropped to make room. One that waits for an answer is never dropped."""
 HANDSHAKE_SECONDS = 20.0
 SECONDS_BETWEEN_SWEEPS = 1.0
+SECONDS_BETWEEN_LOOKS = 0.02
+"""At connections that are to end."""
 SECONDS_BETWEEN_WARNINGS = 60.0
 ACCEPTED_AT_ONCE = 32  # before other work of the event loop gets its turn
 DROPPED_SHARE = 16  # up to a 16th of the limit at once, since each search for room looks at every connection
 REFUSAL = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 TIMED_OUT = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 LAST_BYTES_SECONDS = 1
-"""Time for connections to close after the last answer."""
+"""Time for connections to close after the last answer, and without progress of their clients."""
 WATCHER_SECONDS = 0.5
 """Time for watchers to get their last event; a client that takes nothing does not delay the end any longer."""
 KEEP_ALIVE_SECONDS = 75  # longer than the pools of common clients, so that they and not we close idle connections
@@ -156,6 +158,21 @@ class Connections:
         finally:
             for connection in self._open:
                 connection.opening.cancel()
+
+    async def end(self, seconds: float) -> None:
+        """Let clients take what they were answered for up to `seconds`. Those that take nothing for
+        `LAST_BYTES_SECONDS` are dropped before. No connection is open when it returns."""
+        until, num_dropped = asyncio.get_running_loop().time() + seconds, 0
+        while self._open:
+            is_over = asyncio.get_running_loop().time() > until
+            for connection in list(self._open):
+                if is_over or connection.seconds_without_progress() > LAST_BYTES_SECONDS:
+                    self._forget(connection)
+                    connection.drop()
+                    num_dropped += 1
+            await asyncio.sleep(SECONDS_BETWEEN_LOOKS)  # turns in which those that were dropped are closed, too
+        if num_dropped:
+            logger.info("%d connections were closed whose clients had not taken all of their answers", num_dropped)
 
     async def _accept(self, listener: BoundSocket) -> None:
         number, is_unix = 0, listener.path is not None
@@ -410,6 +427,7 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self.ready = asyncio.Event()
         self._settings = settings
+        self._open: Connections | None = None
         self._connections: asyncio.Task[None] | None = None
 
     def accept(self, listeners: Sequence[BoundSocket], owner_keys: tuple[StoredKey, ...]) -> None:
@@ -423,8 +441,8 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup([])
         make = partial(HttpConnection, self.config, self.server_state, self.lifespan.state)
-        connections = Connections(make, self._settings, self.config.ssl, self._owner_keys)
-        self._connections = asyncio.create_task(connections.run(self._listeners))
+        self._open = Connections(make, self._settings, self.config.ssl, self._owner_keys)
+        self._connections = asyncio.create_task(self._open.run(self._listeners))
         self.ready.set()
 
     async def on_tick(self, counter: int) -> bool:
@@ -438,8 +456,5 @@ class _Server(uvicorn.Server):
             self._connections.cancel()
             await asyncio.gather(self._connections, return_exceptions=True)
         await super().shutdown(sockets)
-        left = list(self.server_state.connections)
-        for connection in left:  # its client takes nothing, and uvicorn has given up waiting
-            connection.transport.abort()
-        if left:
-            await asyncio.sleep(0)  # a turn in which they are closed
+        if self._open is not None:  # uvicorn gives up on clients that are slow, and leaves their connections open
+            await self._open.end(max(self._settings.drain_seconds, LAST_BYTES_SECONDS))

@@ -1,7 +1,8 @@
 """Rollouts of a hybrid with random weights: rows that share steps, the same rows one by one, and BatchGenerator.
 
 All sides have one model and take turns. `ragged`: prompts and completions of all lengths; `equal`: of one length, which
-is what BatchGenerator computes right. Greedy, so that no side draws more numbers than another.
+is what BatchGenerator computes right. Greedy, so that no side draws more numbers than another. What this imports of
+ParaLLM is also there in the older commit that the measurement runs with it.
 """
 
 import time
