@@ -12,7 +12,7 @@ T = TypeVar("T")
 def settings(cls: type[T]) -> type[T]:
     """Make `cls` a frozen dataclass that refuses unknown keys and wrong types with a `pydantic.ValidationError`.
 
-    `--help` describes a field by the docstring below it, which `pydantic` is not told of.
+    `--help` describes a field by the docstring below it, which pydantic does not read.
     """
     config = ConfigDict(extra="forbid", allow_inf_nan=False)
     return cast(type[T], pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=config)(cls))
