@@ -85,7 +85,7 @@ class RunRecorder:
             self._trackers.log(row)
 
     def finish(self, prefix: str, *, title: str = "", device: str = "") -> RunSummary:
-        """Write summary.json, draw curves.png if the settings say so, and close the trackers; call it however the run ends.
+        """Write summary.json, draw curves.png if it is set, and close the trackers; call it however the run ends.
 
         Figures are named `{prefix}.{name}`. `title` stands above the curves, else the prefix. The resident memory of
         this process counts, which leaves out what a GPU holds.
