@@ -353,8 +353,8 @@ def _greet(connection: socket.socket, host: str, arrived: list[tuple[socket.sock
         if label != HELLO:
             raise ValueError("not a hello")
     except (OSError, EOFError, ValueError) as error:
+        logger.warning("a connection from %s is closed, it is no worker's: %s", host, str(error) or "it has ended")
         connection.close()
-        logger.warning("a connection from %s was closed, it is no worker's: %s", host, str(error) or "it has ended")
         return
     arrived.append((connection, content))
 
