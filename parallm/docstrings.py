@@ -1,7 +1,6 @@
-"""Docstrings below the fields of a class, read from its source once somebody asks.
+"""Reads the docstrings below the fields of a class from its source, when help or OpenAPI shows them.
 
-pydantic can read them as it makes a class (`use_attribute_docstrings`), which every command would wait for: 320 classes
-take a third of a second on a fast core. Only help and OpenAPI show them.
+pydantic can read them as it makes a class (`use_attribute_docstrings`); every command would wait for that as it starts.
 """
 
 import ast
@@ -33,6 +32,7 @@ class DescribedJsonSchema(GenerateJsonSchema):
 
 
 def _described(json_schema: JsonSchemaValue, cls: type) -> JsonSchemaValue:
+    """Describe the properties that no `Field(description=...)` describes, and return the schema."""
     properties, fields = json_schema.get("properties", {}), getattr(cls, "__pydantic_fields__", {})
     for base in cls.__mro__:
         for name, text in field_docstrings(base).items():

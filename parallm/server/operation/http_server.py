@@ -45,7 +45,7 @@ DROP_ORDER: Mapping[Phase, int] = {"head": 0, "body": 0, "leftover": 0, "idle": 
 HANDSHAKE_SECONDS = 20.0
 SECONDS_BETWEEN_SWEEPS = 1.0
 SECONDS_BETWEEN_LOOKS = 0.02
-"""At connections that are to end."""
+"""Seconds between two looks at connections that are to end."""
 SECONDS_BETWEEN_WARNINGS = 60.0
 ACCEPTED_AT_ONCE = 32  # before other work of the event loop gets its turn
 DROPPED_SHARE = 16  # up to a 16th of the limit at once, since each search for room looks at every connection
@@ -401,12 +401,15 @@ class HttpServer:
     async def stop(self) -> None:
         """Refuse new requests, let answers end for `drain_seconds`, then cut them off. Can be called twice."""
         self.drain()
+        until = asyncio.get_running_loop().time() + self._settings.drain_seconds
         is_running = self._task is not None and not self._task.done()
         if is_running and not await self._drain.wait_until_empty(self._settings.drain_seconds):
             self._drain.cut_off()
             await self._drain.wait_until_empty(LAST_BYTES_SECONDS)
         if is_running:
             await self._drain.end_watchers(WATCHER_SECONDS)
+        left = until - asyncio.get_running_loop().time()
+        self._server.last_seconds = max(left, LAST_BYTES_SECONDS)
         self._server.should_exit = True
         await self.wait()
         self._bound.close()
@@ -427,6 +430,8 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self.ready = asyncio.Event()
         self._settings = settings
+        self.last_seconds: float = LAST_BYTES_SECONDS
+        """Time for clients to take the answers that they have got when `shutdown` begins."""
         self._open: Connections | None = None
         self._connections: asyncio.Task[None] | None = None
 
@@ -457,4 +462,4 @@ class _Server(uvicorn.Server):
             await asyncio.gather(self._connections, return_exceptions=True)
         await super().shutdown(sockets)
         if self._open is not None:  # uvicorn gives up on clients that are slow, and leaves their connections open
-            await self._open.end(max(self._settings.drain_seconds, LAST_BYTES_SECONDS))
+            await self._open.end(self.last_seconds)
