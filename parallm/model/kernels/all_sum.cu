@@ -1,6 +1,6 @@
 // The sum of an array over all ranks; see all_sum.py, and peer_sum.cuh for the protocol.
 // Inputs `y` (N), and `memory`: the address of each rank's part, as this rank sees it. Output `sums` (N).
-// T type of `y` and `sums`, RANKS, RANK own number, VECTORS that a part has room for, THREADS of a block.
+// T type of `y` and `sums`, THREADS of a block; RANKS, RANK, VECTORS and TURNS as in peer_sum.cuh.
 #include "pack.cuh"
 #include "peer_words.cuh"
 #include "peer_sum.cuh"
@@ -9,9 +9,10 @@ extern "C" __global__ void all_sum(const T* y, const uint64_t* memory, T* sums, 
   using P = Pack<T>;
   const int64_t vector = int64_t(blockIdx.x) * THREADS + threadIdx.x;
   const uint32_t call = next_call(memory, vector);
-  if (vector * P::size >= size) return;
-  const P own = reinterpret_cast<const P*>(y)[vector];
+  if (vector * P::size >= size) return empty(memory, vector, call);
+  P own = reinterpret_cast<const P*>(y)[vector];
   send(memory, vector, call, own);
+  empty(memory, vector, call);  // while others send
   float total[P::size];
   receive(memory, vector, call, own, total);
   P rounded;

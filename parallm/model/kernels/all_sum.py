@@ -20,9 +20,10 @@ logger = logging.getLogger(__name__)
 THREADS = 128  # of a block
 VECTORS = 1 << 17
 """Vectors of the largest sum: 128 rows of 8,192 numbers in 16 bits."""
-WORD_BYTES = 16
-WORDS, TURNS = 2, 2
-"""Words of a vector; calls until the same ones are written again."""
+TURNS = 4
+"""Calls until the same words are written again."""
+EMPTY = 0x80008000
+"""A quarter of a word that nobody has sent yet."""
 WARP = 32
 HANDLE_BYTES = 64
 DTYPES = (mx.bfloat16, mx.float16, mx.float32)
@@ -61,12 +62,12 @@ def all_sum(array: mx.array, peers: PeerMemory) -> mx.array:
 
 def defines_of(peers: PeerMemory) -> Defines:
     """The definitions that `peer_sum.cuh` is compiled with."""
-    return ("RANKS", peers.size), ("RANK", peers.rank), ("VECTORS", VECTORS)
+    return ("RANKS", peers.size), ("RANK", peers.rank), ("VECTORS", VECTORS), ("TURNS", TURNS)
 
 
 def num_bytes(ranks: int) -> int:
-    """Size of a rank's part: the words, and the count of calls of each warp's vectors."""
-    return TURNS * ranks * WORDS * VECTORS * WORD_BYTES + VECTORS // WARP * 4
+    """Size of a rank's part: a word of each vector, and the count of calls of each warp's vectors."""
+    return TURNS * ranks * VECTORS * VECTOR_BYTES + VECTORS // WARP * 4
 
 
 def open_peer_memory(rank: int, size: int, gather: Callable[[bytes], Sequence[bytes]]) -> PeerMemory | None:
@@ -88,7 +89,7 @@ def open_peer_memory(rank: int, size: int, gather: Callable[[bytes], Sequence[by
             addresses = [own if other == rank else driver.open(one) for other, one in enumerate(handles)]
     except PeerError as error:
         _warned(error)
-    # nobody writes before all parts are zeros, and open
+    # nobody writes before all parts are empty, and open
     if not all(gather(b"open" if addresses else b"")):
         return None
     numbers = mx.array(addresses + [0] * (MIN_ON_DEVICE - size), mx.uint64)
@@ -123,10 +124,10 @@ class _Driver:
         self._call("cuCtxSetCurrent", context)
 
     def allocate(self, size: int) -> int:
-        """The address of new memory, which is zeros."""
+        """The address of new memory of `size` bytes, a multiple of 4, all of them `EMPTY`."""
         address = ctypes.c_uint64()
         self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(size))
-        self._call("cuMemsetD8_v2", address, ctypes.c_ubyte(0), ctypes.c_size_t(size))
+        self._call("cuMemsetD32_v2", address, ctypes.c_uint(EMPTY), ctypes.c_size_t(size // 4))
         self._call("cuCtxSynchronize")
         return address.value
 

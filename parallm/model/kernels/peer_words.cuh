@@ -1,12 +1,13 @@
-// A word of 16 bytes in the memory of any GPU of the host: values and marks in turn. A GPU writes and reads it at once, or
-// at least each half of it.
-void store_word(uint64_t address, uint32_t low, uint32_t high, uint32_t mark) {
-  asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %2};" ::"l"(address), "r"(low), "r"(mark), "r"(high)
+// A word of 16 bytes in the memory of any GPU of the host, written and read past all caches but that of its memory. A GPU
+// writes and reads it at once, or at least each quarter of it.
+void store_word(uint64_t address, const uint32_t (&quarters)[4]) {
+  asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(quarters[0]), "r"(quarters[1]),
+               "r"(quarters[2]), "r"(quarters[3])
                : "memory");
 }
-void load_word(uint64_t address, uint32_t& low, uint32_t& high, uint32_t (&marks)[2]) {
+void load_word(uint64_t address, uint32_t (&quarters)[4]) {
   asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(low), "=r"(marks[0]), "=r"(high), "=r"(marks[1])
+               : "=r"(quarters[0]), "=r"(quarters[1]), "=r"(quarters[2]), "=r"(quarters[3])
                : "l"(address)
                : "memory");
 }

@@ -4,7 +4,7 @@
 // before it in float32, `weight` (H) of the norm, and `memory`: the address of each rank's part, as this rank sees it.
 // Outputs `sums` (B, H), the stream after it in float32, and `normed` (B, H).
 // T type of `weight`, of `normed` and of what ranks send, SPLITS parts, SIZE of H; a block has a row, each of its THREADS
-// a vector; RANKS, RANK own number, VECTORS that a part has room for.
+// a vector; RANKS, RANK, VECTORS and TURNS as in peer_sum.cuh.
 #include "pack.cuh"
 #include "peer_words.cuh"
 #include "peer_sum.cuh"
@@ -36,6 +36,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   send(memory, vector, call, own);
   const Stream before = reinterpret_cast<const Stream*>(other)[vector];  // on the way while others send
   const P factors = reinterpret_cast<const P*>(weight)[threadIdx.x];
+  empty(memory, vector, call);
   float total[P::size];
   receive(memory, vector, call, own, total);
   Stream stream;

@@ -60,20 +60,20 @@ std::vector<std::vector<Copy>> copies[MAX_THREADS];
 
 constexpr int64_t MAX_LOADS = 100000000;  // of a launch that waits for what never comes
 int64_t num_loads;
-void store_word(uint64_t address, uint32_t low, uint32_t high, uint32_t mark) {
-  uint64_t* halves = reinterpret_cast<uint64_t*>(address);
-  const uint64_t values[2] = {uint64_t(mark) << 32 | low, uint64_t(mark) << 32 | high};
-  const int first = random_numbers() % 2;
-  for (int half : {first, 1 - first}) {
-    __atomic_store_n(halves + half, values[half], __ATOMIC_RELAXED);
-    sched_yield();  // so that another rank may see a half, also on one core
+void store_word(uint64_t address, const uint32_t (&quarters)[4]) {
+  uint32_t* at = reinterpret_cast<uint32_t*>(address);
+  const int first = random_numbers() % 4;
+  for (int step = 0; step < 4; step++) {
+    const int quarter = (first + step) % 4;
+    __atomic_store_n(at + quarter, quarters[quarter], __ATOMIC_RELAXED);
+    if (step % 2) continue;
+    sched_yield();  // so that another rank may see a part, also on one core
     switch_from(threadIdx.x);
   }
 }
-void load_word(uint64_t address, uint32_t& low, uint32_t& high, uint32_t (&marks)[2]) {
-  const uint64_t* halves = reinterpret_cast<const uint64_t*>(address);
-  const uint64_t values[2] = {__atomic_load_n(halves, __ATOMIC_RELAXED), __atomic_load_n(halves + 1, __ATOMIC_RELAXED)};
-  low = values[0], marks[0] = values[0] >> 32, high = values[1], marks[1] = values[1] >> 32;
+void load_word(uint64_t address, uint32_t (&quarters)[4]) {
+  const uint32_t* at = reinterpret_cast<const uint32_t*>(address);
+  for (int quarter = 0; quarter < 4; quarter++) quarters[quarter] = __atomic_load_n(at + quarter, __ATOMIC_RELAXED);
   if (++num_loads > MAX_LOADS) setcontext(&caller);
   switch_from(threadIdx.x);
 }

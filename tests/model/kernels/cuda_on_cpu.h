@@ -281,9 +281,9 @@ static void multiply_tf32(float* sum, const unsigned (&a)[4], const unsigned (&b
   });
   for (int e = 0; e < 4; e++) sum[e] += found.values[e];
 }
-// Memory of several ranks, each of which runs in a thread of its own; halves of a word arrive by themselves
-void store_word(uint64_t address, uint32_t low, uint32_t high, uint32_t mark);
-void load_word(uint64_t address, uint32_t& low, uint32_t& high, uint32_t (&marks)[2]);
+// Memory of several ranks, each of which runs in a thread of its own; quarters of a word arrive by themselves
+void store_word(uint64_t address, const uint32_t (&quarters)[4]);
+void load_word(uint64_t address, uint32_t (&quarters)[4]);
 
 extern void (*begin_warpgroups)();  // of warpgroups_on_cpu.h, where a kernel needs it: a third of the time to compile
 

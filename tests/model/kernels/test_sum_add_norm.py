@@ -13,19 +13,24 @@ import pytest
 
 import parallm.model.kernels.peer_trial as trial
 from parallm.model.kernels import all_sum, sum_add_norm
-from parallm.model.kernels.all_sum import PeerMemory, num_bytes
+from parallm.model.kernels.all_sum import EMPTY, PeerMemory, num_bytes
 from parallm.model.kernels.compiler import Defines
 from tests.model.kernels.cuda_on_cpu import CpuKernels, NeverEnds, needs_compiler
 
 HIDDEN, SPLITS, EPS, SEED = 512, 2, 1e-5, 3
-CALLS = (("norm", 3), ("norm", 1), ("sum", 3), ("norm", 2), ("sum", 1), *(("norm", 3),) * 3)
+CALLS = (("norm", 3), ("norm", 1), ("sum", 3), ("wide sum", 1), ("norm", 2), ("sum", 1), *(("norm", 3),) * 3)
 """The kernel, and the rows: those of one after the other share words."""
 MUTANTS = {
-    "the first word is not waited for": ("first[0] != call || first[1] != call || ", ""),
-    "the second word is not waited for": (" || second[0] != call || second[1] != call", ""),
-    "half a word is not waited for": (" || first[1] != call", ""),
-    "any call will do": ("first[0] != call || first[1] != call || second[0] != call || second[1] != call", "!first[0]"),
-    "a rank adds itself instead": ("(rank != RANK)", "(false)"),
+    "nothing is waited for": ("while (waits)", "while (false)"),
+    "the last quarter is not waited for": (
+        "quarter < 4; quarter++)\n        waits",
+        "quarter < 3; quarter++)\n        waits",
+    ),
+    "the first quarter is not waited for": ("quarter = 0; quarter < 4", "quarter = 1; quarter < 4"),
+    "words are not emptied": ("call - 1), quarters", "call - 2), quarters"),
+    "words are emptied that others write": ("call - 1), quarters", "call + 1), quarters"),
+    "an empty quarter is sent": ("quarter == EMPTY ? 0 : quarter", "quarter"),
+    "a rank adds itself instead": ("words[rank].pack", "words[RANK].pack"),
     "parts are left out": ("s = 1; s < SPLITS", "s = 1; s < 1"),
 }
 Results = list[np.ndarray]
@@ -38,7 +43,7 @@ class Ranks:
         self.kernels = [CpuKernels(folder / str(rank), SEED) for rank in range(size)]
         for rank in range(size):
             (folder / str(rank)).mkdir()
-        self._parts = [np.zeros(num_bytes(size) // 8 + 1, np.uint64) for _ in range(size)]
+        self._parts = [np.full(num_bytes(size) // 4 + 2, EMPTY, np.uint32) for _ in range(size)]
         starts = [part.ctypes.data + part.ctypes.data % 16 for part in self._parts]
         addresses = mx.array(starts, mx.uint64)
         self.peers = [PeerMemory(rank=rank, size=size, addresses=addresses) for rank in range(size)]
@@ -85,11 +90,18 @@ def random_calls(size: int) -> list[list[list[mx.array]]]:
         return numbers.standard_normal(shape, np.float32)
 
     common = [(normal(rows, 1, HIDDEN), normal(HIDDEN)) for _, rows in CALLS]
+
+    def of_rank(kind: str, rows: int) -> np.ndarray:
+        array = normal(*([SPLITS] if kind == "norm" else []), rows, 1, HIDDEN)
+        array = array.astype(np.float16) if kind == "sum" else array
+        array[..., :8] = -0.0  # as which nothing can be sent
+        if kind == "wide sum":
+            array.view(np.uint32)[..., :8] = EMPTY
+        return array
+
     calls = [
         [
-            [normal(SPLITS, rows, 1, HIDDEN), shared[0], shared[1].astype(np.float16)]
-            if kind == "norm"
-            else [normal(rows, 1, HIDDEN).astype(np.float16)]
+            [of_rank(kind, rows), *([shared[0], shared[1].astype(np.float16)] if kind == "norm" else [])]
             for (kind, rows), shared in zip(CALLS, common, strict=True)
         ]
         for _ in range(size)
@@ -104,11 +116,13 @@ def expected(arrays: Sequence[Sequence[list[mx.array]]]) -> Results:
     for (kind, _), of_ranks in zip(CALLS, zip(*arrays, strict=True), strict=True):
         given = [np.array(call[0]) for call in of_ranks]
         sent = [(one[0] + one[1]).astype(np.float16) if kind == "norm" else one for one in given]
+        if kind == "wide sum":
+            sent = [np.where(one.view(np.uint32) == EMPTY, np.float32(0), one) for one in sent]
         total = sent[0].astype(np.float32)
         for one in sent[1:]:
             total = total + one.astype(np.float32)
-        if kind == "sum":
-            results.append(total.astype(np.float16))
+        if kind != "norm":
+            results.append(total.astype(given[0].dtype))
             continue
         _, stream, weight = (np.array(array).astype(np.float32) for array in of_ranks[0])
         added = total + stream
@@ -118,7 +132,7 @@ def expected(arrays: Sequence[Sequence[list[mx.array]]]) -> Results:
 
 
 def agree(found: Sequence[Results], wanted: Results) -> bool:
-    same = all(np.array_equal(one, other) for results in found for one, other in zip(results, found[0], strict=True))
+    same = all(one.tobytes() == other.tobytes() for each in found for one, other in zip(each, found[0], strict=True))
     return same and all(np.allclose(one, other, rtol=2e-3) for one, other in zip(found[0], wanted, strict=True))
 
 
