@@ -4,6 +4,7 @@ Nothing of what a peer sends is run: no pickle. Axes: N completion tokens of a m
 """
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -32,7 +33,7 @@ def unpack(content: bytes) -> tuple[Any, list[np.ndarray]]:
     values = json.loads(content[8:start])
     blocks = []
     for kind, shape in values["blocks"]:
-        block = np.frombuffer(content, kind, int(np.prod(shape)), start).reshape(shape)
+        block = np.frombuffer(content, kind, math.prod(shape), start).reshape(shape)
         blocks.append(block)
         start += block.nbytes
     return values["head"], blocks

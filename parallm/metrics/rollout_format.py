@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pydantic_core
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict  # pydantic needs it before Python 3.12
 
@@ -222,18 +223,16 @@ def _token_arrays(
     """One value of each array for each token; NaN for what the learner has not computed."""
     count = len(trajectory.tokens)
     unknown_T = np.full(count, np.nan, np.float32)
-    flags_T = np.where(trajectory.loss_mask, TRAINED, 0)
+    flags_T = np.frombuffer(bytes(trajectory.loss_mask), np.uint8) * np.uint8(TRAINED)
     if learned is not None:
-        flags_T = flags_T | np.where(learned.clipped_T, CLIPPED, 0) | LEARNED
-    with np.errstate(over="ignore"):
-        entropies_T = (unknown_T if learned is None else learned.entropies_T).astype(np.float16)
+        flags_T |= learned.clipped_T * np.uint8(CLIPPED) | np.uint8(LEARNED)
     return {
-        "tokens": np.asarray(trajectory.tokens, np.int32),
-        "logprobs": np.asarray(trajectory.logprobs, np.float32),
+        "tokens": np.array(trajectory.tokens, np.int32),
+        "logprobs": np.array(trajectory.logprobs, np.float32),
         "learner_logprobs": unknown_T if learned is None else learned.logprobs_T,
-        "entropies": entropies_T,
+        "entropies": unknown_T if learned is None else learned.entropies_T,
         "advantages": unknown_T if learned is None else learned.advantages_T,
-        "flags": flags_T.astype(np.uint8),
+        "flags": flags_T,
         "text_lengths": np.fromiter(map(len, pieces), np.uint16, count),
     }
 
@@ -292,7 +291,8 @@ def _varies(values_T: np.ndarray) -> bool:
 
 
 def _joined(parts: Sequence[np.ndarray], name: str) -> np.ndarray:
-    return np.concatenate([*parts, np.zeros(0, KINDS[name][1])]).astype(KINDS[name][1])
+    with np.errstate(over="ignore"):
+        return np.concatenate([*parts, np.zeros(0, KINDS[name][1])]).astype(KINDS[name][1])
 
 
 def _bounded(pieces: list[str]) -> list[str]:
@@ -309,7 +309,10 @@ def _well_formed(text: str) -> str:
 
 
 def _to_json(value: object) -> str:
-    return _well_formed(json.dumps(finite(value), allow_nan=False, ensure_ascii=False, separators=(",", ":")))
+    try:
+        return pydantic_core.to_json(value, inf_nan_mode="null", fallback=finite).decode()
+    except (ValueError, UnicodeEncodeError):  # a lone surrogate, in what an environment may have written
+        return _well_formed(json.dumps(finite(value), allow_nan=False, ensure_ascii=False, separators=(",", ":")))
 
 
 def _packed(arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> bytes:

@@ -1,6 +1,7 @@
 """The text of a completion cut into one piece for each token, so that the pieces joined are the text.
 
-A token is not a character: byte-level tokens may end inside of one. Pure Python, for one thread at a time.
+A token is not a character: byte-level tokens may end inside of one. For one thread at a time. Others sample meanwhile, so
+no line of Python runs for each token of a usual completion.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -12,6 +13,13 @@ MAX_PENDING = 8
 """A character has at most 4 bytes, so more tokens without a complete one are not the beginning of any."""
 
 
+class _Known(dict[int, str]):
+    """The texts of tokens; "" for others."""
+
+    def __missing__(self, token: int) -> str:
+        return ""
+
+
 class TokenTexts:
     """Cuts texts of one tokenizer. A token that ends inside of a character has the text ""."""
 
@@ -20,19 +28,19 @@ class TokenTexts:
         call, so that it may work on them without the interpreter's lock."""
         self._decode = decode
         self._anchor: tuple[int, str] | None = None  # a token before others: some tokenizers drop a first space
-        self._known: dict[int, str] = {}  # at most the vocabulary
+        self._known = _Known()  # at most the vocabulary
 
     def cut(self, rows: Sequence[Sequence[int]]) -> list[list[str]]:
         """Return one piece for each token of each row."""
         wholes = self._decode(rows)
-        self._learn({token for tokens in rows for token in tokens[1:]}.difference(self._known), rows)
+        self._learn(set().union(*(tokens[1:] for tokens in rows)).difference(self._known), rows)
         firsts = self._decode([tokens[:1] for tokens in rows])
         return [self._cut(*row) for row in zip(rows, firsts, wholes, strict=True)]
 
     def _cut(self, tokens: Sequence[int], first: str, whole: str) -> list[str]:
         if not tokens:
             return []
-        pieces = [first, *(self._known.get(token, "") for token in tokens[1:])]
+        pieces = [first, *map(self._known.__getitem__, tokens[1:])]
         if "".join(pieces) != whole:
             pieces = self._with_parts_grown(tokens, pieces)
         if "".join(pieces) != whole:
@@ -47,7 +55,7 @@ class TokenTexts:
         if unknown and self._anchor is not None:
             before, before_text = self._anchor
             texts = self._decode([[before, token] for token in unknown])
-            self._known |= {token: text[len(before_text) :] for token, text in zip(unknown, texts, strict=True)}
+            self._known.update({token: text[len(before_text) :] for token, text in zip(unknown, texts, strict=True)})
 
     def _text(self, tokens: Sequence[int]) -> str:
         return self._decode([tokens])[0]

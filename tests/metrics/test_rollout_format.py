@@ -4,6 +4,7 @@ import json
 import math
 import random
 import struct
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -24,6 +25,7 @@ from parallm.metrics.rollout_format import (
     encode,
     header_bytes,
 )
+from parallm.metrics.token_texts import TokenTexts
 from parallm.types import FaultyEpisode, Message, Problem, Trajectory, TrajectoryGroup, WeightSpan
 
 
@@ -221,3 +223,27 @@ def test_a_file_with_any_damage_is_read_or_refused() -> None:
                 for index, completion in enumerate(row["completions"]):
                     assert "".join(file.tokens(place, index).texts) == completion["shown"]
     assert num_refused > 1000
+
+
+def test_a_file_is_made_without_a_call_for_each_token() -> None:
+    """Others sample while it is made, and have to wait for each line of Python."""
+
+    def num_calls(num_tokens: int) -> int:
+        one = trajectory((7,) * num_tokens, 1.0)
+        step = replace(STEP, groups=[group(one)], learned={})
+        texts = TokenTexts(lambda rows: ["ab" * len(tokens) for tokens in rows])
+        encode(step, texts.cut)  # learns the texts of tokens
+        calls = 0
+
+        def count(*_: object) -> None:
+            nonlocal calls
+            calls += 1
+
+        sys.setprofile(count)
+        try:
+            encode(step, texts.cut)
+        finally:
+            sys.setprofile(None)
+        return calls
+
+    assert num_calls(1000) == num_calls(10)
