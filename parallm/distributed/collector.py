@@ -42,10 +42,13 @@ class SharedCollector(Collector):
         self._label = f"groups of step {step + 1} from {start} on, attempt {self._attempts[step]}"
         return await super()._sample(problems, step, start, model)
 
-    async def _play(self, problems: Sequence[Problem], requests: Sequence[GenerationRequest]) -> list[TrajectoryGroup]:
+    async def _play(self, numbered: Sequence[tuple[int, Problem]], step: int, model: str) -> list[TrajectoryGroup]:
         label, own = self._label, slice(self._exchange.rank, None, self._exchange.size)
-        groups = await unless_lost(self._exchange, super()._play(problems[own], requests[own])) if requests[own] else []
+        groups: list[TrajectoryGroup] = []
+        if numbered[own]:
+            groups = await unless_lost(self._exchange, super()._play(numbered[own], step, model))
         parts = await asyncio.wrap_future(self._exchange.gather(label, pack_groups(groups)))
+        problems = [problem for _, problem in numbered]
         merged: list[TrajectoryGroup | None] = [None] * len(problems)
         for rank, part in enumerate(parts):
             share = slice(rank, None, len(parts))

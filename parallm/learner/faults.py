@@ -55,6 +55,8 @@ class Faults:
         if left_out and not self.groups:
             self._culprits["reward"] = left_out
         for index, trajectory in enumerate(trajectory for group in self.groups for trajectory in group.trajectories):
+            if math.isfinite(sum(trajectory.logprobs)):
+                continue  # no step begins before all are checked: the quick way first
             logprobs_T = np.where(trajectory.loss_mask, trajectory.logprobs, 0.0)
             if not np.isfinite(logprobs_T).all():
                 self._blame("behaviour", index, _first("the sampled log-prob", logprobs_T))
@@ -129,7 +131,9 @@ def _unusable(trajectory: Trajectory) -> str:
     """Why the trajectory cannot be used; empty if it can."""
     if not abs(trajectory.reward) <= MAX_FLOAT32:
         return f"reward {trajectory.reward}"
-    given = np.asarray(trajectory.token_advantages or (), np.float64)
+    if not trajectory.token_advantages:
+        return ""
+    given = np.asarray(trajectory.token_advantages, np.float64)
     return "" if (np.abs(given) <= MAX_FLOAT32).all() else "its token advantages"
 
 

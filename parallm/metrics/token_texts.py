@@ -1,7 +1,7 @@
 """The text of a completion cut into one piece for each token, so that the pieces joined are the text.
 
-A token is not a character: byte-level tokens may end inside of one. For one thread at a time. Others sample meanwhile, so
-no line of Python runs for each token of a usual completion.
+A token is not a character: byte-level tokens may end inside of one. For one thread at a time. Other threads sample
+meanwhile, so no line of Python runs for each token of a usual completion.
 """
 
 from collections.abc import Callable, Collection, Sequence

@@ -115,13 +115,14 @@ class Collector:
         return problems, self.curriculum.num_skipped - before
 
     async def _sample(self, problems: Sequence[Problem], step: int, start: int, model: str) -> list[TrajectoryGroup]:
-        requests = [self._request(problem, step, index, model) for index, problem in enumerate(problems, start)]
-        groups = await self._play(problems, requests)
+        groups = await self._play(list(enumerate(problems, start)), step, model)
         self._fault_log.log(f"step {step + 1}", [(group.problem, fault) for group in groups for fault in group.faulty])
         return groups
 
-    async def _play(self, problems: Sequence[Problem], requests: Sequence[GenerationRequest]) -> list[TrajectoryGroup]:
-        """Sample and score one group per request."""
+    async def _play(self, numbered: Sequence[tuple[int, Problem]], step: int, model: str) -> list[TrajectoryGroup]:
+        """Sample and score one group per problem, whose number in the step its seeds follow from."""
+        problems = [problem for _, problem in numbered]
+        requests = [self._request(problem, step, number, model) for number, problem in numbered]
         episodes = await self._runner.run_episodes(problems, requests)
         return [self._group(*pair) for pair in zip(problems, episodes, strict=True)]
 

@@ -168,7 +168,8 @@ def make_passes(sizes: Sequence[int], budget: int, streams: int) -> list[list[in
 
 def _samples(groups: Sequence[TrajectoryGroup], objective: Objective, max_tokens: int) -> list[list[TrainingSample]]:
     """The samples of each group with advantages and weights, without empty completions."""
-    num_tokens_S = [sum(trajectory.loss_mask) for group in groups for trajectory in group.trajectories]
+    num_tokens_S = [trajectory.loss_mask.count(True) for group in groups for trajectory in group.trajectories]
+    num_tokens = sum(num_tokens_S)
     advantages_S = advantages(objective.advantage, [group.rewards for group in groups], num_tokens_S)
     indices = count()
 
@@ -177,7 +178,7 @@ def _samples(groups: Sequence[TrajectoryGroup], objective: Objective, max_tokens
         weight = token_weight(
             objective,
             length=num_tokens_S[index],
-            num_tokens=sum(num_tokens_S),
+            num_tokens=num_tokens,
             num_completions=len(num_tokens_S),
             max_tokens=max_tokens,
         )
@@ -274,7 +275,8 @@ def _single(block: PromptBlock, padded: Callable[[int], int]) -> tuple[np.ndarra
     """An unshared prompt: attention sees prompt and completion as one sequence, which has faster kernels."""
     inputs_T = _whole(block.runs[0][0])
     length = padded(len(inputs_T))
-    padded_T = np.pad(inputs_T, (0, length - len(inputs_T)))
+    padded_T = np.zeros(length, np.int32)
+    padded_T[: len(inputs_T)] = inputs_T
     return padded_T, np.arange(len(block.prompt) - 1, len(inputs_T)), Segment(prompt=length)
 
 

@@ -9,6 +9,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,10 +30,8 @@ LIMIT_SECONDS = 300.0
 WORDS = 384
 """Size of the embedded model's vocabulary, so that every token of a stream has a text."""
 QUIET = ("trainer.evaluate_problems=0", "rollout.refill_rounds=0", "learner.learning_rate=1e-6", "name=bench")
-COLUMNS = {
-    "seconds/total": "step s",
-    "seconds/rollout": "sampling s",
-    "seconds/update": "update s",
+TIMES = {"seconds/total": "step s", "seconds/rollout": "sampling s", "seconds/update": "update s"}
+COLUMNS = TIMES | {
     "exchange/wait_seconds": "waits s",
     "exchange/sum_seconds": "sum s",
 }
@@ -65,16 +64,20 @@ class Job:
         **{f"workers.weak_{size}": Bar(min=0.97 if size == 2 else 0.95, needs=f"gpus{size}") for size in (2, 4)},
         **{f"workers.8b.weak_{size}": Bar(min=0.97 if size == 2 else 0.95, needs=f"gpus{size}") for size in (2, 4)},
         **{f"workers.strong_{size}": Bar(min=0.85, needs=f"gpus{size}") for size in (2, 4)},
+        **{f"workers.by_chance_{size}": Bar() for size in (2, 4)},
         "workers.exchange_fraction": Bar(max=0.01, needs="gpus2"),
         "workers.8b.exchange_fraction": Bar(max=0.01, needs="gpus2"),
     },
-    minutes=4,
+    minutes=5,
     needs="gpus2",
     is_quick_anywhere=True,
 )
 def scaling(request: Request) -> Iterator[Figures]:
     """Weak: samples/s per worker of 128 rows x 256 tokens each, over one worker's. Strong: samples/s of 512 rows x 512
-    on all, over as many times one worker's. Both single processes run beside each other, on a GPU each."""
+    on all, over as many times one worker's. Both single processes run beside each other, on a GPU each.
+
+    By chance: the weak scaling of as many runs of one worker each that know nothing of each other, if they waited for
+    the slowest of them after sampling and after the update: no coordination can do better on this host."""
     weak = Job(shape="0.5b", rows=128, tokens=256, steps=15)
     strong = Job(shape="0.5b", rows=512, tokens=512, steps=2, warm_up=1)
     large = Job(shape="8b", rows=128, tokens=256, steps=3, warm_up=1)
@@ -93,6 +96,10 @@ def scaling(request: Request) -> Iterator[Figures]:
             found = run(job, workers=size, rows=job.rows * size if is_weak else job.rows)
             show(f"{name}, {size} workers", found)
             figures: Figures = {f"workers.{name}_{size}": speedup(ones[name], found) * (1 if is_weak else 1 / size)}
+            if name == "weak" and request.wants(f"workers.by_chance_{size}"):
+                slowest = slowest_of(apart(job, size))
+                show(f"{name}, the slowest of {size} runs", slowest)
+                figures[f"workers.by_chance_{size}"] = speedup(ones[name], slowest)
             if size == 2 and is_weak:
                 part = median(row["exchange/sum_seconds"] / row["seconds/total"] for row in found)
                 figures[f"workers.{name.removesuffix('weak')}exchange_fraction"] = part
@@ -124,6 +131,20 @@ def alone(jobs: dict[str, Job]) -> dict[str, list[dict[str, Any]]]:
     for thread in threads:
         thread.join()
     return {name: found[name] for name in jobs}
+
+
+def apart(job: Job, size: int) -> list[list[dict[str, Any]]]:
+    """The rows of as many runs of one worker at once, on a GPU each."""
+    chosen: list[str | None] = [*devices()[:size]] or [None] * size
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(lambda device: run(job, workers=1, rows=job.rows, device=device), chosen))
+
+
+def slowest_of(runs: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The rows of a run that waits for the slowest of `runs` in both parts of each step."""
+    parts = [name for name in TIMES if name != "seconds/total"]
+    rows = [{name: max(row[name] for row in step) for name in parts} for step in zip(*runs, strict=True)]
+    return [{"seconds/total": sum(row.values())} | row for row in rows]
 
 
 def run(job: Job, *, workers: int, rows: int, device: str | None = None) -> list[dict[str, Any]]:
