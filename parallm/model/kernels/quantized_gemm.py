@@ -177,8 +177,8 @@ def _plan(tiles: int, inputs: int, outputs: int, group_size: int, *, is_whole: b
         for wide in range(1, MAX_WIDE + 1)
         for stages in range(MAX_STAGES, MIN_STAGES - 1, -1)
     ]
-    possible = [candidate for candidate in plans if _is_possible(candidate, inputs)]
-    return min(possible, key=lambda candidate: (_cost(candidate, inputs, outputs), -candidate.stages))
+    possible = [candidate for candidate in plans if is_possible(candidate, inputs)]
+    return min(possible, key=lambda candidate: (cost(candidate, inputs, outputs), -candidate.stages))
 
 
 def _deep(wide: int, sums: int, chunk: int) -> int:
@@ -194,7 +194,7 @@ def _max_warps(sums: int) -> int:
     return 16 if sums <= 8 else 12 if sums <= 16 else 8
 
 
-def _is_possible(plan: QuantizedGemmPlan, inputs: int) -> bool:
+def is_possible(plan: QuantizedGemmPlan, inputs: int) -> bool:
     """Whether the plan keeps to what a block may have, and each part of the input fills the stages."""
     chunks = -(-inputs // plan.chunk)
     return (
@@ -205,7 +205,7 @@ def _is_possible(plan: QuantizedGemmPlan, inputs: int) -> bool:
     )
 
 
-def _cost(plan: QuantizedGemmPlan, inputs: int, outputs: int) -> float:
+def cost(plan: QuantizedGemmPlan, inputs: int, outputs: int) -> float:
     """Bytes that the busiest processor reads, and its share of writing and reading parts; more for few warps."""
     blocks = -(-outputs // plan.outputs) * plan.splits
     length = -(-inputs // plan.chunk // plan.splits) * plan.chunk
