@@ -21,8 +21,8 @@ COLUMNS = ("splits", "chunk", "tall", "wide", "deep", "stages")
     {f"products.4bit.best_over_chosen_b{rows}": Bar(min=0.9, needs="gpu") for rows in ROWS}, minutes=5, needs="gpu"
 )
 def quantized_plans(request: Request) -> Figures:
-    """Microseconds of the fastest of 72 plans over those of the plan in use, all products of a layer together; the worse
-    of the two models. Needs torch beside MLX."""
+    """Microseconds of the fastest of 72 plans over those of the plan in use, all products of a layer together, of the
+    model where that is less. Needs torch beside MLX."""
     products = [
         {
             "name": f"{model} {name}",
