@@ -31,6 +31,15 @@ class Traffic:
     def tokens_per_second(self) -> float:
         return self.tokens / self.seconds
 
+    def add(self, later: "Traffic") -> None:
+        """Count what clients have seen in another turn."""
+        self.gaps += later.gaps
+        self.first += later.first
+        self.errors += later.errors
+        self.finished += later.finished
+        self.tokens += later.tokens
+        self.seconds += later.seconds
+
 
 async def stream_for(
     url: str, questions: Sequence[str], *, clients: int, seconds: float, max_tokens: int, model: str = "policy"

@@ -19,7 +19,8 @@ from bench.problems import environment_overrides, questions
 from bench.processes import running, work
 
 NUM_QUESTIONS, CLIENTS, MAX_TOKENS = 64, 8, 160
-SECONDS_TO_FIRST_STEP, SECONDS_BETWEEN_LOOKS = 300.0, 0.2
+SECONDS_TO_FIRST_STEP, SECONDS_BETWEEN_LOOKS, SECONDS_TO_PAUSE = 300.0, 0.2, 3.0
+TURNS = 4
 MODES: Mapping[str, Sequence[str]] = {
     "while_training": (),
     "training_first": ("device.serving_share=0.3", "device.engine_share=0.3"),
@@ -30,6 +31,9 @@ MODES: Mapping[str, Sequence[str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
+    alone: Traffic
+    paused: Traffic
+    """Of the process that trains, while training is paused: unlike `alone` it computes an adapter."""
     traffic: Traffic
     steps: int
     """Steps that were trained meanwhile."""
@@ -48,6 +52,8 @@ class Measured:
         "serving.itl_p50_ratio_training_first": Bar(),
         "serving.itl_p50_ratio_latency_target": Bar(max=1.3),
         "serving.tokens_ratio_latency_target": Bar(min=0.75),
+        "serving.itl_p50_ratio_to_paused_latency_target": Bar(max=1.3),
+        "serving.tokens_ratio_to_paused_latency_target": Bar(min=0.75),
         "serving.tokens_ratio_training_first": Bar(),
         "serving.updates_per_minute_training_first": Bar(),
         "serving.steps_while_training": Bar(min=1),
@@ -56,23 +62,29 @@ class Measured:
     minutes=8,
 )
 def serving(request: Request) -> Figures:
-    """8 streams while the process trains, over serving alone: time between tokens, tokens/s, updates a minute.
+    """8 streams while the process trains, over one that only serves: time between tokens, tokens/s, updates a minute.
 
-    With the default shares, with training first, and with a latency target. A step trains on two problems,
-    so that several fall into the time.
+    With the default shares, with training first, and with a latency target. A step trains on two problems, so that
+    several fall into the time. Both processes serve in turns, while the other has no clients and training is paused:
+    what the machine does besides meets both. A latency target is a promise about the same process, so that is compared
+    with itself, too, in a turn with training paused.
     """
-    seconds = request.size(120, 5)
+    seconds = request.size(100, 8)
     with tempfile.TemporaryDirectory() as name:
-        alone = asyncio.run(serve_alone(request, Path(name), seconds))
         found = {mode: asyncio.run(serve_and_train(request, mode, Path(name), seconds)) for mode in MODES}
-    rows = [("serving alone", *traffic_row(alone), "", "")]
-    rows += [
-        (mode, *traffic_row(one.traffic), one.updates_per_minute, one.updates_per_minute_alone)
-        for mode, one in found.items()
-    ]
+    rows: list[tuple[object, ...]] = []
+    for mode, one in found.items():
+        paused = [("training paused", *traffic_row(one.paused), "", "")] if one.paused.gaps else []
+        rows += [
+            ("serving alone", *traffic_row(one.alone), "", ""),
+            *paused,
+            (mode, *traffic_row(one.traffic), one.updates_per_minute, one.updates_per_minute_alone),
+        ]
     header = ("", "tokens/s", "p50 ms", "p99 ms", "first token p50 ms", "updates/min", "without clients")
     print_table("Time between tokens", [header, *rows])
-    errors = [error for one in found.values() for error in one.traffic.errors]
+    errors = [
+        error for one in found.values() for turns in (one.alone, one.paused, one.traffic) for error in turns.errors
+    ]
     print(*(f"  error: {error}" for error in errors[:5]), sep="\n")
     figures: Figures = {
         "serving.steps_while_training": min(one.steps for one in found.values()),
@@ -80,12 +92,17 @@ def serving(request: Request) -> Figures:
     }
     for mode, one in found.items():
         figures |= {
-            f"serving.itl_p50_ratio_{mode}": median(one.traffic.gaps) / median(alone.gaps),
-            f"serving.itl_p99_ratio_{mode}": p99(one.traffic.gaps) / p99(alone.gaps),
-            f"serving.tokens_ratio_{mode}": one.traffic.tokens_per_second / alone.tokens_per_second,
+            f"serving.itl_p50_ratio_{mode}": median(one.traffic.gaps) / median(one.alone.gaps),
+            f"serving.itl_p99_ratio_{mode}": p99(one.traffic.gaps) / p99(one.alone.gaps),
+            f"serving.tokens_ratio_{mode}": one.traffic.tokens_per_second / one.alone.tokens_per_second,
             f"serving.updates_per_minute_{mode}": one.updates_per_minute,
             f"serving.updates_ratio_{mode}": one.updates_per_minute / one.updates_per_minute_alone,
         }
+        if one.paused.gaps:
+            figures |= {
+                f"serving.itl_p50_ratio_to_paused_{mode}": median(one.traffic.gaps) / median(one.paused.gaps),
+                f"serving.tokens_ratio_to_paused_{mode}": one.traffic.tokens_per_second / one.paused.tokens_per_second,
+            }
     return figures
 
 
@@ -94,31 +111,47 @@ def traffic_row(traffic: Traffic) -> tuple[float, ...]:
     return (traffic.tokens_per_second, *(1e3 * one for one in times))
 
 
-async def serve_alone(request: Request, folder: Path, seconds: float) -> Traffic:
-    with running("parallm.serve", [f"model.path={request.model}", "name=bench"], folder) as server:
-        return await streams(request, server.url, seconds)
-
-
 async def serve_and_train(request: Request, mode: str, folder: Path, seconds: float) -> Measured:
+    common = f"model.path={request.model}"
     settings = [
-        *(f"model.path={request.model}", "name=bench", *environment_overrides(request.data, NUM_QUESTIONS)),
+        *(common, "name=bench", *environment_overrides(request.data, NUM_QUESTIONS)),
         *("trainer.steps=1000000", "trainer.evaluate_problems=0", "checkpoint.every=1000000"),
         *("rollout.problems_per_step=2", f"rollout.max_tokens={MAX_TOKENS}"),
         "learner.learning_rate=1e-6",  # answers stay as long as they are without training
         *MODES[mode],
     ]
-    with running("parallm.train", settings, folder) as server:
+    alone, paused, beside = Traffic(), Traffic(), Traffic()
+    steps, watched = 0, 0.0
+    with (
+        running("parallm.serve", [common, "name=alone"], folder) as quiet,
+        running("parallm.train", settings, folder) as server,
+    ):
         await wait_for_first_step(server.url)
-        alone = await watched_steps(server.url, asyncio.sleep(seconds / 3))
-        watching = asyncio.create_task(watched_steps(server.url, asyncio.sleep(seconds)))
-        traffic = await streams(request, server.url, seconds)
-        times = await watching
+        without = await watched_steps(server.url, asyncio.sleep(seconds / 3))
+        for _ in range(TURNS):
+            await tell_training(server.url, "pause")
+            await asyncio.sleep(SECONDS_TO_PAUSE)
+            alone.add(await streams(request, quiet.url, seconds / TURNS))
+            if mode == "latency_target":
+                paused.add(await streams(request, server.url, seconds / TURNS))
+            await tell_training(server.url, "resume")
+            serving, began = asyncio.ensure_future(streams(request, server.url, seconds / TURNS)), time.perf_counter()
+            steps += len(await watched_steps(server.url, serving))
+            watched += time.perf_counter() - began
+            beside.add(serving.result())
     return Measured(
-        traffic=traffic,
-        steps=len(times),
-        updates_per_minute=per_minute(times, seconds),
-        updates_per_minute_alone=per_minute(alone, seconds / 3),
+        alone=alone,
+        paused=paused,
+        traffic=beside,
+        steps=steps,
+        updates_per_minute=60 * steps / watched,
+        updates_per_minute_alone=per_minute(without, seconds / 3),
     )
+
+
+async def tell_training(url: str, what: str) -> None:
+    async with httpx.AsyncClient(trust_env=False, timeout=30) as client:
+        (await client.post(f"{url}/v1/training/{what}")).raise_for_status()
 
 
 async def streams(request: Request, url: str, seconds: float) -> Traffic:
