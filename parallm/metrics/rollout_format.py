@@ -223,7 +223,7 @@ def _token_arrays(
     """One value of each array for each token; NaN for what the learner has not computed."""
     count = len(trajectory.tokens)
     unknown_T = np.full(count, np.nan, np.float32)
-    flags_T = np.frombuffer(bytes(trajectory.loss_mask), np.uint8) * np.uint8(TRAINED)
+    flags_T = np.array(trajectory.loss_mask, np.bool_) * np.uint8(TRAINED)
     if learned is not None:
         flags_T |= learned.clipped_T * np.uint8(CLIPPED) | np.uint8(LEARNED)
     return {
@@ -311,7 +311,7 @@ def _well_formed(text: str) -> str:
 def _to_json(value: object) -> str:
     try:
         return pydantic_core.to_json(value, inf_nan_mode="null", fallback=finite).decode()
-    except (ValueError, UnicodeEncodeError):  # a lone surrogate, in what an environment may have written
+    except ValueError:  # a lone surrogate, in what an environment may have written
         return _well_formed(json.dumps(finite(value), allow_nan=False, ensure_ascii=False, separators=(",", ":")))
 
 

@@ -272,6 +272,13 @@ def test_a_run_on_another_model_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_
         random_training.train_on(pytest.fail, RunConfig(), tmp_path, blas)
 
 
+def test_runs_that_wait_for_each_other_take_the_longest_of_each_part() -> None:
+    first = {"seconds/total": 3.5, "seconds/rollout": 2.0, "seconds/update": 1.0}
+    second = {"seconds/total": 4.25, "seconds/rollout": 1.0, "seconds/update": 3.0}
+    [step] = workers.slowest_of([[first], [second]])
+    assert step == {"seconds/total": 2.0 + 3.0 + 0.5, "seconds/rollout": 2.0, "seconds/update": 3.0}
+
+
 def test_two_workers_run_on_the_weights_of_a_shape() -> None:
     job = workers.Job(shape="tiny", rows=8, tokens=4, steps=1, warm_up=0)
     assert [row["step"] for row in workers.run(job, workers=2, rows=8)] == [1]

@@ -10,14 +10,10 @@ def test_other_plans_stand_behind_the_one_in_use_and_are_possible() -> None:
     product = Product(name="o", rows=32, inputs=4096, outputs=4096, is_gated=False, is_whole=False)
     chosen, *others = plans_of(product)
     assert chosen == quantized_gemm.plan(32, 4096, 4096, 64, is_whole=False)
-    assert len(others) > 100
+    assert len(others) > 50
+    assert {plan.splits for plan in others} == {chosen.splits}
     assert len({chosen, *others}) == len(others) + 1
     assert all(quantized_gemm.is_possible(plan, product.inputs) for plan in others)
-
-
-def test_whole_outputs_come_from_one_part_of_the_input() -> None:
-    product = Product(name="qkv", rows=1, inputs=4096, outputs=6144, is_gated=False, is_whole=True)
-    assert {plan.splits for plan in plans_of(product)} == {1}
 
 
 def test_the_products_of_a_layer_count_together() -> None:

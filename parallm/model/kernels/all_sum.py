@@ -23,7 +23,7 @@ VECTORS = 1 << 17
 TURNS = 4
 """Calls until the same words are written again."""
 EMPTY = 0x80008000
-"""A quarter of a word that nobody has sent yet."""
+"""A quarter of a word that nobody has sent yet; counts of calls begin with it, too."""
 WARP = 32
 HANDLE_BYTES = 64
 DTYPES = (mx.bfloat16, mx.float16, mx.float32)
@@ -62,7 +62,8 @@ def all_sum(array: mx.array, peers: PeerMemory) -> mx.array:
 
 def defines_of(peers: PeerMemory) -> Defines:
     """The definitions that `peer_sum.cuh` is compiled with."""
-    return ("RANKS", peers.size), ("RANK", peers.rank), ("VECTORS", VECTORS), ("TURNS", TURNS)
+    sizes = ("RANKS", peers.size), ("RANK", peers.rank), ("VECTORS", VECTORS)
+    return *sizes, ("TURNS", TURNS), ("EMPTY", EMPTY)
 
 
 def num_bytes(ranks: int) -> int:

@@ -1,13 +1,14 @@
 // Sums over all ranks, each of which writes its own vectors into the memory of the others.
 // `memory` holds the address of each rank's part, as this rank sees it. A part has a word for each turn, rank and vector,
 // then a count of calls for each warp's vectors, whichever kernel sums them.
-// RANKS, RANK own number, VECTORS that a part has room for, TURNS calls until a word is written again.
+// RANKS, RANK own number, VECTORS that a part has room for, TURNS calls until a word is written again, EMPTY quarter.
 // Words say themselves whether they have come, so there are no barriers, and nothing but values is sent: a quarter that
-// is EMPTY has not, and no rank sends that one (as the Lamport buffers of TensorRT-LLM's all-reduce). Each call empties
-// the words that the call before has read. Whoever writes them again has ended the two calls between, and so has had a
-// word that this rank sent after it had emptied them: a rank's kernels run one after the other. Three turns would do;
-// four go on where the count begins anew.
-constexpr uint32_t EMPTY = 0x80008000u;  // of 16 bits: two times -0.0, as which 0.0 does
+// is EMPTY has not, and no rank sends that one (as the Lamport buffers of TensorRT-LLM's all-reduce): it is two numbers
+// -0.0 of 16 bits, in place of which zeros go, or one of float32 that is next to zero. Each call empties the words that
+// the call before has read. Whoever writes them again has ended the two calls between, and so has had a word that this
+// rank sent after it had emptied them: a rank's kernels run one after the other. Three turns would do; four go on where
+// the count begins anew.
+static_assert(TURNS >= 3 && (TURNS & TURNS - 1) == 0, "turns follow each other where a count begins anew");
 
 // The number of this call for the vectors of this warp, which begin at a multiple of 32; for whole warps.
 uint32_t next_call(const uint64_t* memory, int64_t vector) {

@@ -22,7 +22,8 @@ COLUMNS = ("splits", "chunk", "tall", "wide", "deep", "stages")
 )
 def quantized_plans(request: Request) -> Figures:
     """Microseconds of the fastest of 72 plans over those of the plan in use, all products of a layer together, of the
-    model where that is less. Needs torch beside MLX."""
+    model where that is less. Only plans with as many parts of the input, whose sums others add. Needs torch beside
+    MLX."""
     products = [
         {
             "name": f"{model} {name}",
@@ -45,6 +46,8 @@ def quantized_plans(request: Request) -> Figures:
             num_plans=request.size(72, 8),
         )
     )
+    if len(found) < len(products):
+        raise RuntimeError(f"the worker has measured {len(found)} of {len(products)} products")
     for one in found:
         show(one)
     return {f"products.4bit.best_over_chosen_b{rows}": best_over_chosen(found, rows) for rows in ROWS}

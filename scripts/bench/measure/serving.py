@@ -19,7 +19,7 @@ from bench.problems import environment_overrides, questions
 from bench.processes import running, work
 
 NUM_QUESTIONS, CLIENTS, MAX_TOKENS = 64, 8, 160
-SECONDS_TO_FIRST_STEP, SECONDS_BETWEEN_LOOKS, SECONDS_TO_PAUSE = 300.0, 0.2, 3.0
+SECONDS_TO_FIRST_STEP, SECONDS_BETWEEN_LOOKS = 300.0, 0.2
 TURNS = 4
 MODES: Mapping[str, Sequence[str]] = {
     "while_training": (),
@@ -59,7 +59,7 @@ class Measured:
         "serving.steps_while_training": Bar(min=1),
         "serving.errors_while_training": Bar(max=0),
     },
-    minutes=8,
+    minutes=16,
 )
 def serving(request: Request) -> Figures:
     """8 streams while the process trains, over one that only serves: time between tokens, tokens/s, updates a minute.
@@ -128,14 +128,14 @@ async def serve_and_train(request: Request, mode: str, folder: Path, seconds: fl
     ):
         await wait_for_first_step(server.url)
         without = await watched_steps(server.url, asyncio.sleep(seconds / 3))
+        await pause(server.url)
         for _ in range(TURNS):
-            await tell_training(server.url, "pause")
-            await asyncio.sleep(SECONDS_TO_PAUSE)
             alone.add(await streams(request, quiet.url, seconds / TURNS))
             if mode == "latency_target":
                 paused.add(await streams(request, server.url, seconds / TURNS))
+            began = time.perf_counter()
             await tell_training(server.url, "resume")
-            serving, began = asyncio.ensure_future(streams(request, server.url, seconds / TURNS)), time.perf_counter()
+            serving = asyncio.ensure_future(stream_and_pause(request, server.url, seconds / TURNS))
             steps += len(await watched_steps(server.url, serving))
             watched += time.perf_counter() - began
             beside.add(serving.result())
@@ -147,6 +147,21 @@ async def serve_and_train(request: Request, mode: str, folder: Path, seconds: fl
         updates_per_minute=60 * steps / watched,
         updates_per_minute_alone=per_minute(without, seconds / 3),
     )
+
+
+async def stream_and_pause(request: Request, url: str, seconds: float) -> Traffic:
+    """The traffic; the step under way at its end is finished, too, so that all steps since the last pause are whole."""
+    traffic = await streams(request, url, seconds)
+    await pause(url)
+    return traffic
+
+
+async def pause(url: str) -> None:
+    """Return when no step is under way."""
+    await tell_training(url, "pause")
+    async with asyncio.timeout(SECONDS_TO_FIRST_STEP):
+        while (await training_status(url))["state"] != "paused":
+            await asyncio.sleep(SECONDS_BETWEEN_LOOKS)
 
 
 async def tell_training(url: str, what: str) -> None:
@@ -186,8 +201,13 @@ async def wait_for_first_step(url: str) -> None:
 
 
 async def training_step(url: str) -> int:
+    return int((await training_status(url))["step"])
+
+
+async def training_status(url: str) -> dict[str, Any]:
     async with httpx.AsyncClient(trust_env=False, timeout=30) as client:
-        return int((await client.get(f"{url}/v1/training/status")).json()["step"])
+        status: dict[str, Any] = (await client.get(f"{url}/v1/training/status")).json()
+    return status
 
 
 @measurement(

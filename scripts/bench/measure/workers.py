@@ -77,7 +77,7 @@ def scaling(request: Request) -> Iterator[Figures]:
     on all, over as many times one worker's. Both single processes run beside each other, on a GPU each.
 
     By chance: the weak scaling of as many runs of one worker each that know nothing of each other, if they waited for
-    the slowest of them after sampling and after the update: no coordination can do better on this host."""
+    the slowest of them after sampling and after the update: steps that wait for each other cannot do better here."""
     weak = Job(shape="0.5b", rows=128, tokens=256, steps=15)
     strong = Job(shape="0.5b", rows=512, tokens=512, steps=2, warm_up=1)
     large = Job(shape="8b", rows=128, tokens=256, steps=3, warm_up=1)
@@ -143,8 +143,12 @@ def apart(job: Job, size: int) -> list[list[dict[str, Any]]]:
 def slowest_of(runs: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
     """The rows of a run that waits for the slowest of `runs` in both parts of each step."""
     parts = [name for name in TIMES if name != "seconds/total"]
-    rows = [{name: max(row[name] for row in step) for name in parts} for step in zip(*runs, strict=True)]
-    return [{"seconds/total": sum(row.values())} | row for row in rows]
+    found: list[dict[str, Any]] = []
+    for step in zip(*runs, strict=True):
+        slowest = {name: max(row[name] for row in step) for name in parts}
+        rest = max(row["seconds/total"] - sum(row[name] for name in parts) for row in step)
+        found.append({"seconds/total": sum(slowest.values()) + rest} | slowest)
+    return found
 
 
 def run(job: Job, *, workers: int, rows: int, device: str | None = None) -> list[dict[str, Any]]:

@@ -23,7 +23,7 @@ from parallm.model.kernels.quantized_gemm import CHUNKS, MAX_STAGES, MAX_WIDE, M
 GROUP_SIZE = 64
 BYTES = 150_000_000
 """Of the weights that one plan reads, thrice what an H200 keeps in its cache."""
-SPLITS, DEEP = (1, 2, 4, 8), (1, 2, 4, 8)
+DEEP = (1, 2, 4, 8)
 TURNS = 3
 
 
@@ -54,11 +54,11 @@ def main(*, products: list[dict[str, Any]], num_plans: int) -> Iterator[dict[str
 
 
 def plans_of(product: Product) -> list[QuantizedGemmPlan]:
-    """The chosen plan, and the other possible ones by their cost."""
+    """The chosen plan, and the other possible ones with as many parts by their cost."""
     chosen = module.plan(product.rows, product.inputs, product.outputs, GROUP_SIZE, is_whole=product.is_whole)
-    shapes = itertools.product(SPLITS[:1] if product.is_whole else SPLITS, CHUNKS, (2, 1), range(1, MAX_WIDE + 1), DEEP)
+    shapes = itertools.product(CHUNKS, (2, 1), range(1, MAX_WIDE + 1), DEEP)
     found: list[QuantizedGemmPlan] = []
-    for splits, chunk, tall, wide, deep in shapes:
+    for chunk, tall, wide, deep in shapes:
         if deep * module.UNIT > chunk:
             continue
         stages = (
@@ -69,7 +69,7 @@ def plans_of(product: Product) -> list[QuantizedGemmPlan]:
                 deep=deep,
                 chunk=chunk,
                 stages=count,
-                splits=splits,
+                splits=chosen.splits,
                 group_size=GROUP_SIZE,
                 scale_bytes=chosen.scale_bytes,
             )
@@ -101,18 +101,13 @@ def times(product: Product, plans: Sequence[QuantizedGemmPlan]) -> list[float]:
     x_B1I = mx.random.normal((product.rows, 1, product.inputs)).astype(mx.bfloat16)
     mx.eval(x_B1I, [layer.parameters() for layer in layers])
     found: list[list[float]] = [[] for _ in plans]
-    failed: set[int] = set()
+    able = [number for number, plan in enumerate(plans) if can_launch(product, plan, x_B1I, layers[0])]
+    launched = [number for number in able for _ in layers]
     for _ in range(TURNS):
-        launched: list[int] = []
         with profile(activities=[ProfilerActivity.CUDA]) as trace:
-            for number, plan in enumerate(plans):
-                if number not in failed:
-                    try:
-                        mx.eval([multiply(product, plan, x_B1I, layer) for layer in layers])
-                        launched += [number] * len(layers)
-                    except RuntimeError as error:
-                        print(f"{plan}: {error}", file=sys.stderr)
-                        failed.add(number)
+            for number in able:
+                for layer in layers:
+                    mx.eval(multiply(product, plans[number], x_B1I, layer))  # by itself: others could run beside it
         spans = sorted(
             (event.time_range.start, event.time_range.end)
             for event in trace.events()
@@ -121,3 +116,12 @@ def times(product: Product, plans: Sequence[QuantizedGemmPlan]) -> list[float]:
         for number, (start, end) in zip(launched, spans, strict=True):
             found[number].append(end - start)
     return [median(one) if one else float("inf") for one in found]
+
+
+def can_launch(product: Product, plan: QuantizedGemmPlan, x_B1I: mx.array, layer: nn.Module) -> bool:
+    try:
+        mx.eval(multiply(product, plan, x_B1I, layer))
+    except RuntimeError as error:
+        print(f"{plan}: {error}", file=sys.stderr)
+        return False
+    return True
