@@ -23,6 +23,10 @@ RESERVED = {BASE, LATEST, BEST}
 class Entry:
     adapter: Adapter
     num_running: int = 0  # written only by acquire and release, under the table's lock
+    num_bytes: int = field(init=False)  # counted once: each request asks for the cards of all versions
+
+    def __post_init__(self) -> None:
+        self.num_bytes = self.adapter.nbytes
 
     def card(self, state: "TableState") -> AdapterCard:
         adapter = self.adapter
@@ -39,7 +43,7 @@ class Entry:
             digest=adapter.digest,
             num_running=self.num_running,
             is_served=state.served.get(adapter.name) == adapter.version,
-            num_bytes=adapter.nbytes,
+            num_bytes=self.num_bytes,
             task=adapter.spec,
         )
 
