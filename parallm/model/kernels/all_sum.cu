@@ -1,6 +1,6 @@
 // The sum of an array over all ranks; see all_sum.py, and peer_sum.cuh for the protocol.
 // Inputs `y` (N), and `memory`: the address of each rank's part, as this rank sees it. Output `sums` (N).
-// T type of `y` and `sums`, THREADS of a block; RANKS, RANK, VECTORS and TURNS as in peer_sum.cuh.
+// T type of `y` and `sums`, THREADS of a block; RANKS, RANK, VECTORS, TURNS and EMPTY as in peer_sum.cuh.
 #include "pack.cuh"
 #include "peer_words.cuh"
 #include "peer_sum.cuh"

@@ -23,7 +23,7 @@ VECTORS = 1 << 17
 TURNS = 4
 """Calls until the same words are written again."""
 EMPTY = 0x80008000
-"""A quarter of a word that nobody has sent yet; counts of calls begin with it, too."""
+"""The value of a quarter of a word until a rank has sent it. Counts of calls begin with this value, too."""
 WARP = 32
 HANDLE_BYTES = 64
 DTYPES = (mx.bfloat16, mx.float16, mx.float32)
@@ -90,7 +90,7 @@ def open_peer_memory(rank: int, size: int, gather: Callable[[bytes], Sequence[by
             addresses = [own if other == rank else driver.open(one) for other, one in enumerate(handles)]
     except PeerError as error:
         _warned(error)
-    # nobody writes before all parts are empty, and open
+    # all parts are empty and open before a rank writes
     if not all(gather(b"open" if addresses else b"")):
         return None
     numbers = mx.array(addresses + [0] * (MIN_ON_DEVICE - size), mx.uint64)

@@ -4,7 +4,7 @@
 // before it in float32, `weight` (H) of the norm, and `memory`: the address of each rank's part, as this rank sees it.
 // Outputs `sums` (B, H), the stream after it in float32, and `normed` (B, H).
 // T type of `weight`, of `normed` and of what ranks send, SPLITS parts, SIZE of H; a block has a row, each of its THREADS
-// a vector; RANKS, RANK, VECTORS and TURNS as in peer_sum.cuh.
+// a vector; RANKS, RANK, VECTORS, TURNS and EMPTY as in peer_sum.cuh.
 #include "pack.cuh"
 #include "peer_words.cuh"
 #include "peer_sum.cuh"

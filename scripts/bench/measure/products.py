@@ -1,6 +1,5 @@
 """Products of few rows with weights of 4 bits: whether their plans are the fastest ones."""
 
-import sys
 from typing import Any
 
 from bench.compare import print_table
@@ -21,7 +20,7 @@ COLUMNS = ("splits", "chunk", "tall", "wide", "deep", "stages")
     {f"products.4bit.best_over_chosen_b{rows}": Bar(min=0.9, needs="gpu") for rows in ROWS}, minutes=5, needs="gpu"
 )
 def quantized_plans(request: Request) -> Figures:
-    """Microseconds of the fastest of 72 plans over those of the plan in use, all products of a layer together, of the
+    """Microseconds of the fastest of 64 plans over those of the plan in use, all products of a layer together, of the
     model where that is less. Only plans with as many parts of the input, whose sums others add. Needs torch beside
     MLX."""
     products = [
@@ -43,7 +42,7 @@ def quantized_plans(request: Request) -> Figures:
             is_peer=False,
             python=request.torch_python,
             products=products,
-            num_plans=request.size(72, 8),
+            num_plans=request.size(64, 8),
         )
     )
     if len(found) < len(products):
@@ -54,7 +53,7 @@ def quantized_plans(request: Request) -> Figures:
 
 
 def best_over_chosen(found: list[dict[str, Any]], rows: int) -> float:
-    """`found`: what the worker yields."""
+    """Time of the fastest plans over that of the plans in use. `found`: what `product_plans` yields."""
     ratios = []
     for model in LAYERS:
         times = [one["microseconds"] for one in found if one["rows"] == rows and one["name"].startswith(model)]
@@ -67,4 +66,3 @@ def show(one: dict[str, Any]) -> None:
     fastest = sorted(range(len(times)), key=times.__getitem__)[:SHOWN]
     rows = [(times[place], *(plans[place][name] for name in COLUMNS), place) for place in (0, *fastest)]
     print_table(f"{one['name']}, {one['rows']} rows: the plan in use, the fastest", [("us", *COLUMNS, "rank"), *rows])
-    sys.stdout.flush()

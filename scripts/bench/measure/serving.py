@@ -157,7 +157,7 @@ async def stream_and_pause(request: Request, url: str, seconds: float) -> Traffi
 
 
 async def pause(url: str) -> None:
-    """Return when no step is under way."""
+    """Pause training, and return when no step is under way."""
     await tell_training(url, "pause")
     async with asyncio.timeout(SECONDS_TO_FIRST_STEP):
         while (await training_status(url))["state"] != "paused":
