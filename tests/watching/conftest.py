@@ -1,8 +1,9 @@
 """A server that trains nothing, with runs whose steps a test reports."""
 
 import asyncio
+import gc
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -35,6 +36,14 @@ def watching() -> Watching:
     run.status = lambda: TrainingStatus(state="updating", step=len(run.history), total_steps=100)
     watching.runs = {"policy": run}
     return watching
+
+
+@pytest.fixture
+def no_collections() -> Iterator[None]:
+    """Their pauses are those of all that other tests of this process have left."""
+    gc.disable()
+    yield
+    gc.enable()
 
 
 @pytest.fixture

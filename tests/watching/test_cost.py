@@ -26,6 +26,7 @@ def rows() -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.usefixtures("no_collections")
 @pytest.mark.parametrize("wasted", [0.0, 2 * MAX_SHARE * STEP_SECONDS])
 def test_three_pages_cost_less_than_a_hundredth_of_a_step(app: FastAPI, watching: Watching, wasted: float) -> None:
     """Reporting a step, its statuses and a pulse, with the events of three pages over sockets; the pages' own reading

@@ -1,12 +1,10 @@
 """The routes of runs: the one in training and those on the disk answer alike."""
 
 import asyncio
-import gc
 import io
 import json
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -141,14 +139,6 @@ def large_run(tmp_path: Path) -> Path:
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("\n".join(lines))
     return file
-
-
-@pytest.fixture
-def no_collections() -> Iterator[None]:
-    """Their pauses are those of all that other tests of this process have left."""
-    gc.disable()
-    yield
-    gc.enable()
 
 
 async def longest_wait(app: FastAPI) -> float:
