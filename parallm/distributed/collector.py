@@ -6,6 +6,7 @@ Seeds follow from step and place, so it does not matter who samples.
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -26,8 +27,9 @@ class SharedCollector(Collector):
         """`arguments`: those of `Collector`."""
         super().__init__(*arguments)
         self._exchange = exchange
-        # collections of several steps draw one after the other: in turns they would depend on the clock
-        self._drawing = asyncio.Lock()
+        # A step that refills draws again once all groups are here: in turns with another step's draws the order would
+        # depend on the clock. One that does not draws as it begins, and the next step does not wait for stragglers.
+        self._drawing = asyncio.Lock() if self._settings.refill_rounds else nullcontext()
         self._label = ""  # of the draw that `_play` is called for
         self._attempts: Counter[int] = (
             Counter()

@@ -5,8 +5,9 @@ Nothing of what a peer sends is run: no pickle. Axes: N completion tokens of a m
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from itertools import chain, pairwise
 from typing import Any
 
 import mlx.core as mx
@@ -40,9 +41,8 @@ def unpack(content: bytes) -> tuple[Any, list[np.ndarray]]:
 
 
 def pack_groups(groups: Sequence[TrajectoryGroup]) -> bytes:
-    """The bytes of groups without their problems, which all ranks know."""
+    """The bytes of groups without their problems, which all ranks know. Numbers are columns of all trajectories."""
     heads: list[dict[str, Any]] = []
-    blocks: list[np.ndarray] = []
     for group in groups:
         rows = []
         for trajectory in group.trajectories:
@@ -51,21 +51,26 @@ def pack_groups(groups: Sequence[TrajectoryGroup]) -> bytes:
             row["reward_parts"] = dict(trajectory.reward_parts)
             row["has_advantages"] = trajectory.token_advantages is not None
             rows.append(row)
-            blocks += [np.asarray(getattr(trajectory, name), kind) for name, kind in _ARRAYS.items()]
-            blocks.append(np.asarray(trajectory.token_advantages or (), np.float64))
         faulty = [asdict(episode) for episode in group.faulty]
         heads.append({"trajectories": rows, "faulty": faulty, "solve_rate": group.solve_rate})
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    blocks: list[np.ndarray] = []
+    for name, kind in _COLUMNS.items():
+        rows_of = [getattr(trajectory, name) or () for trajectory in trajectories]
+        lengths = np.fromiter(map(len, rows_of), np.int32, len(rows_of))
+        blocks += [lengths, np.fromiter(chain.from_iterable(rows_of), kind, int(lengths.sum()))]
     return pack(heads, blocks)
 
 
 def unpack_groups(content: bytes, problems: Sequence[Problem]) -> list[TrajectoryGroup]:
     """The groups of `problems`, in the same order."""
     heads, blocks = unpack(content)
-    arrays = iter(blocks)
+    columns = [_rows(*pair) for pair in zip(blocks[::2], blocks[1::2], strict=True)]
+    rows = zip(*columns, strict=True)
     return [
         TrajectoryGroup(
             problem=problem,
-            trajectories=tuple(_trajectory(row, arrays) for row in head["trajectories"]),
+            trajectories=tuple(_trajectory(row, next(rows)) for row in head["trajectories"]),
             faulty=tuple(_faulty(row) for row in head["faulty"]),
             solve_rate=head["solve_rate"],
         )
@@ -74,25 +79,34 @@ def unpack_groups(content: bytes, problems: Sequence[Problem]) -> list[Trajector
 
 
 _PLAIN = ("problem_id", "temperature", "reward", "text", "finish_reason")
-_ARRAYS: Mapping[str, type] = {
+_COLUMNS: Mapping[str, type] = {
     "prompt_tokens": np.int32,
     "tokens": np.int32,
     "loss_mask": np.bool_,
     "logprobs": np.float64,
+    "token_advantages": np.float64,
 }
 
 
-def _trajectory(row: dict[str, Any], arrays: Iterator[np.ndarray]) -> Trajectory:
-    values: dict[str, Any] = {name: tuple(next(arrays).tolist()) for name in _ARRAYS}
-    advantages = tuple(next(arrays).tolist())
+def _rows(lengths: np.ndarray, values: np.ndarray) -> list[tuple[Any, ...]]:
+    """The rows of a column."""
+    every, ends = values.tolist(), np.cumsum(lengths).tolist()
+    return [tuple(every[start:end]) for start, end in pairwise([0, *ends])]
+
+
+def _trajectory(row: dict[str, Any], columns: Sequence[tuple[Any, ...]]) -> Trajectory:
+    prompt_tokens, tokens, loss_mask, logprobs, token_advantages = columns
     return Trajectory(
         **{name: row[name] for name in _PLAIN},
-        **values,
+        prompt_tokens=prompt_tokens,
+        tokens=tokens,
+        loss_mask=loss_mask,
+        logprobs=logprobs,
+        token_advantages=token_advantages if row["has_advantages"] else None,
         weight_versions=tuple(
             WeightSpan(version=version, start=start, end=end) for version, start, end in row["weight_versions"]
         ),
         reward_parts=row["reward_parts"],
-        token_advantages=advantages if row["has_advantages"] else None,
     )
 
 

@@ -30,6 +30,6 @@ def _lags(trajectories: Iterable[Trajectory], version: int) -> Iterator[tuple[in
     """Yield (lag, trained tokens) of each span that has any."""
     for trajectory in trajectories:
         for span in trajectory.weight_versions:
-            count = sum(trajectory.loss_mask[span.start : span.end])
+            count = trajectory.loss_mask[span.start : span.end].count(True)
             if count:
                 yield version - span.version, count

@@ -243,11 +243,16 @@ def test_answers_stream_on_while_a_step_waits_for_a_worker(workers: MakeWorkers)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize(
+    "sampling",
+    [("rollout.refill_below=1",), ("trainer.max_off_policy_steps=1", "rollout.refill_rounds=0")],
+    ids=["refills", "ahead"],
+)
 def test_more_workers_make_the_versions_of_one(
-    size: int, workers: MakeWorkers, record_property: Callable[[str, object], None]
+    size: int, sampling: tuple[str, ...], workers: MakeWorkers, record_property: Callable[[str, object], None]
 ) -> None:
     one, many = workers("one"), workers("many")
-    keys = (*EXACT, "rollout.refill_below=1", "trainer.evaluate_every=1", "trainer.steps=5")
+    keys = (*EXACT, *sampling, "trainer.evaluate_every=1", "trainer.steps=5")
     one.run(1, *keys)
     many.run(size, *keys)
     expected, found = one.digests(), many.digests()

@@ -9,7 +9,7 @@ Axes: M computed tokens, N completion tokens in the order of the rows, S complet
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
+from itertools import chain, count
 
 import numpy as np
 
@@ -229,10 +229,14 @@ def _blocks(runs: list[list[TrainingSample]], budget: int) -> list[PromptBlock]:
     """Group runs with their prompt into blocks within the budget."""
     prompt = runs[0][0].trajectory.prompt_tokens
     blocks = [PromptBlock(prompt=prompt, runs=[])]
+    filled = len(prompt)
     for run in runs:
-        if blocks[-1].runs and blocks[-1].size + len(run) * run[0].length > budget:
+        size = len(run) * run[0].length
+        if blocks[-1].runs and filled + size > budget:
             blocks.append(PromptBlock(prompt=prompt, runs=[]))
+            filled = len(prompt)
         blocks[-1].runs.append(run)
+        filled += size
     return blocks
 
 
@@ -301,20 +305,25 @@ def _micro_batch(
     samples: list[TrainingSample], inputs_M: np.ndarray, segments: tuple[Segment, ...], sources_N: np.ndarray
 ) -> MicroBatch:
     lengths = [len(sample.trajectory.tokens) for sample in samples]
-    masks = [np.asarray(sample.trajectory.loss_mask, np.float32) * np.float32(sample.weight) for sample in samples]
+    masks_N = _joined([sample.trajectory.loss_mask for sample in samples], np.float32)
     return MicroBatch(
         inputs_M=inputs_M,
         segments=segments,
         sources_N=sources_N.astype(np.int32),
         rows_N=np.repeat(np.arange(len(samples), dtype=np.int32), lengths),
         completions_S=np.asarray([sample.completion for sample in samples], np.int32),
-        tokens_N=np.concatenate([np.asarray(sample.trajectory.tokens, np.int32) for sample in samples]),
-        behaviour_N=np.concatenate([np.asarray(sample.trajectory.logprobs, np.float32) for sample in samples]),
+        tokens_N=_joined([sample.trajectory.tokens for sample in samples], np.int32),
+        behaviour_N=_joined([sample.trajectory.logprobs for sample in samples], np.float32),
         advantages_N=np.concatenate([sample.advantages() for sample in samples]),
-        weights_N=np.concatenate(masks),
+        weights_N=masks_N * np.repeat(np.asarray([sample.weight for sample in samples], np.float32), lengths),
         temperature_N=np.repeat(np.asarray([sample.trajectory.temperature for sample in samples], np.float32), lengths),
         versions_N=np.concatenate([_versions(sample.trajectory) for sample in samples]),
     )
+
+
+def _joined(rows: Sequence[Sequence[float]], kind: type) -> np.ndarray:
+    """The numbers of all rows, one row after the other."""
+    return np.fromiter(chain.from_iterable(rows), kind, sum(map(len, rows)))
 
 
 def _versions(trajectory: Trajectory) -> np.ndarray:

@@ -197,7 +197,7 @@ give(
     seconds_to_new_gang=max,
     longest_seconds_to_new_gang=max,
 )
-give("workers_exact", "distributed/test_runs.py", 3, {"workers.exact_equal": Bar(min=1)}, exact_equal=min)
+give("workers_exact", "distributed/test_runs.py", 6, {"workers.exact_equal": Bar(min=1)}, exact_equal=min)
 give(
     "replicas",
     "robustness/test_rollout_engines.py",

@@ -11,9 +11,9 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import httpx
@@ -50,12 +50,15 @@ class Job:
     warm_up: int = 2
     most_rows: int = 128
     """Rows that decode together on one device."""
+    ahead: int = 0
+    """trainer.max_off_policy_steps."""
 
     def overrides(self, rows: int) -> list[str]:
         return [
             *("environment=custom", "environment.target=bench.problems:Lottery", "rollout.group_size=8"),
             *(f"rollout.problems_per_step={rows // 8}", f"rollout.max_tokens={self.tokens}", "checkpoint.every=1000"),
             *(f"engine.max_rows={self.most_rows}", f"trainer.steps={self.warm_up + self.steps}", *QUIET),
+            f"trainer.max_off_policy_steps={self.ahead}",
         ]
 
 
@@ -63,6 +66,7 @@ class Job:
     {
         **{f"workers.weak_{size}": Bar(min=0.97 if size == 2 else 0.95, needs=f"gpus{size}") for size in (2, 4)},
         **{f"workers.8b.weak_{size}": Bar(min=0.97 if size == 2 else 0.95, needs=f"gpus{size}") for size in (2, 4)},
+        **{f"workers.ahead_{size}": Bar(min=0.97 if size == 2 else 0.95, needs=f"gpus{size}") for size in (2, 4)},
         **{f"workers.strong_{size}": Bar(min=0.85, needs=f"gpus{size}") for size in (2, 4)},
         **{f"workers.straggler_bound_{size}": Bar() for size in (2, 4)},
         "workers.exchange_fraction": Bar(max=0.01, needs="gpus2"),
@@ -73,8 +77,9 @@ class Job:
     is_quick_anywhere=True,
 )
 def scaling(request: Request) -> Iterator[Figures]:
-    """Weak: samples/s per worker of 128 rows x 256 tokens each, over one worker's. Strong: samples/s of 512 rows x 512
-    on all, over as many times one worker's. Both single processes run beside each other, on a GPU each.
+    """Weak: samples/s per worker of 128 rows x 256 tokens each, over one worker's. Ahead: the same with one step sampled
+    ahead, by one worker, too. Strong: samples/s of 512 rows x 512 on all, over as many times one worker's. Single
+    processes run beside each other, on a GPU each.
 
     Straggler bound: the weak scaling of as many independent runs of one worker each, if they waited for the slowest of
     them after sampling and after the update: synchronous steps cannot do better on this host."""
@@ -85,7 +90,7 @@ def scaling(request: Request) -> Iterator[Figures]:
         tiny = {"shape": "tiny", "steps": 2, "warm_up": 1}
         weak, large = Job(rows=16, tokens=16, **tiny), Job(rows=16, tokens=16, **tiny)
         strong = Job(rows=32, tokens=16, **tiny)
-    jobs = {"weak": weak, "8b.weak": large, "strong": strong}
+    jobs = {"weak": weak, "8b.weak": large, "ahead": replace(weak, ahead=1), "strong": strong}
     wanted = {name: job for name, job in jobs.items() if request.wants(f"workers.{name}_2")}
     ones = alone(wanted)
     for name, rows in ones.items():
@@ -100,15 +105,15 @@ def scaling(request: Request) -> Iterator[Figures]:
                 slowest = slowest_of(apart(job, size))
                 show(f"{name}, the slowest of {size} runs", slowest)
                 figures[f"workers.straggler_bound_{size}"] = speedup(ones[name], slowest)
-            if size == 2 and is_weak:
+            if size == 2 and name.endswith("weak"):
                 part = median(row["exchange/sum_seconds"] / row["seconds/total"] for row in found)
                 figures[f"workers.{name.removesuffix('weak')}exchange_fraction"] = part
             yield figures
 
 
 def speedup(one: Sequence[dict[str, Any]], many: Sequence[dict[str, Any]]) -> float:
-    """Seconds of a step of one worker over those of a step of many."""
-    return median(row["seconds/total"] for row in one) / median(row["seconds/total"] for row in many)
+    """Seconds of the steps of one worker over those of as many steps of many."""
+    return fmean(row["seconds/total"] for row in one) / fmean(row["seconds/total"] for row in many)
 
 
 def alone(jobs: dict[str, Job]) -> dict[str, list[dict[str, Any]]]:
