@@ -3,10 +3,11 @@
 
 ONE, TWO and MORE are metrics.jsonl of runs with the same rows a worker, with 1, 2 and other numbers of workers. What a
 step costs is taken from ONE and TWO; how many workers a run had is told by its tokens. Steps are then simulated, with
-lengths and stragglers drawn and failures averaged, for two designs:
+lengths and stragglers drawn and failures averaged, for three designs:
 
 - flat, today's: rank 0 gathers the groups of all and hands all of them to all over TCP; every worker plans and reports
   the whole step; one ring sums over all.
+- ahead: the same with trainer.max_off_policy_steps=1: a worker that waits samples the next step.
 - tree: rows stay with the worker that sampled them, and lengths and rewards alone go to all, by a tree of hosts; the
   sum goes over NVLink within a host first, then over a ring of hosts. Not built: see parallm/distributed/SCALE.md.
 """
@@ -16,7 +17,7 @@ import math
 import random
 import sys
 from argparse import ArgumentParser
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -102,11 +103,13 @@ def calibrated(
     )
 
 
-def simulated(workers: int, costs: Costs, cluster: Cluster, *, vector_bytes: float, is_tree: bool) -> dict[str, float]:
+def simulated(
+    workers: int, costs: Costs, cluster: Cluster, *, vector_bytes: float, is_tree: bool = False, is_ahead: bool = False
+) -> dict[str, float]:
     """Mean seconds of a step and of its parts, with what failures cost."""
     source = random.Random(workers)
     steps = [[costs.sampled(source) for _ in range(workers)] for _ in range(max(20, STEPS // workers))]
-    mean, slowest = fmean(map(fmean, steps)), fmean(map(max, steps))
+    mean, slowest = fmean(map(fmean, steps)), fmean(slowest_of(steps, is_ahead=is_ahead))
     hosts = math.ceil(workers / cluster.devices)
     parts = {
         "sampling": mean,
@@ -119,6 +122,17 @@ def simulated(workers: int, costs: Costs, cluster: Cluster, *, vector_bytes: flo
     step = sum(parts.values())
     lost = (cluster.load + step / 2) * workers / (cluster.failure_hours * 3600)
     return parts | {"failures": step * lost, "step": step * (1 + lost)}
+
+
+def slowest_of(steps: Sequence[Sequence[float]], *, is_ahead: bool) -> Iterator[float]:
+    """How long each step waits for its slowest worker, from the seconds of sampling of each worker in each step."""
+    ahead = [0.0] * len(steps[0])  # what each has already sampled of the next step
+    for step in steps:
+        left = [max(0.0, seconds - done) for seconds, done in zip(step, ahead, strict=True)]
+        slowest = max(left)
+        if is_ahead:
+            ahead = [slowest - seconds for seconds in left]
+        yield slowest
 
 
 def gather_seconds(workers: int, hosts: int, costs: Costs, cluster: Cluster, *, is_tree: bool) -> float:
@@ -163,18 +177,18 @@ def main() -> int:
     costs = calibrated(runs[0], runs[1], arguments.row_tokens, arguments.shortest)
     cluster = Cluster(load=arguments.load_seconds, failure_hours=arguments.failure_hours)
     predict = partial(simulated, costs=costs, cluster=cluster, vector_bytes=arguments.vector_mb * 1e6)
-    alone = predict(1, is_tree=False)["step"]
-    for is_tree in (False, True):
-        print("tree: milliseconds" if is_tree else "flat, today's: milliseconds")
+    alone = predict(1)["step"]
+    for design, options in {"flat, today's": {}, "ahead": {"is_ahead": True}, "tree": {"is_tree": True}}.items():
+        print(f"{design}: milliseconds")
         for workers in SIZES:
-            step = predict(workers, is_tree=is_tree)
+            step = predict(workers, **options)
             parts = ", ".join(f"{name} {1000 * step[name]:,.0f}" for name in step)
             print(f"  {workers:5} workers: efficiency {alone / step['step']:.3f}; {parts}")
     print("measured")
     one = middle(runs[0], "seconds/total")
     for path, rows in zip(arguments.runs, runs, strict=True):
         workers = round(middle(rows, "rollout/tokens") / costs.tokens)
-        predicted, found = predict(workers, is_tree=False)["step"], middle(rows, "seconds/total")
+        predicted, found = predict(workers)["step"], middle(rows, "seconds/total")
         efficiencies = f"efficiency {one / found:.3f}, predicted {alone / predicted:.3f}"
         print(f"  {workers} workers: step {found:.3f} s, predicted {predicted:.3f}; {efficiencies}   {path}")
     return 0

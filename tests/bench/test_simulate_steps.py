@@ -14,8 +14,8 @@ COSTS = Costs(sampling=2.0, spread=0.0, update=0.5, host=0.0, tokens=0.0, row_to
 CLUSTER = Cluster(latency=0.0, failure_hours=1e12, load=30.0)
 
 
-def step(workers: int, costs: Costs = COSTS, *, is_tree: bool = False, size: float = 0.0) -> float:
-    return simulated(workers, costs, CLUSTER, vector_bytes=size, is_tree=is_tree)["step"]
+def step(workers: int, costs: Costs = COSTS, *, size: float = 0.0, **design: bool) -> float:
+    return simulated(workers, costs, CLUSTER, vector_bytes=size, **design)["step"]
 
 
 def rows(workers: int, **changes: float) -> list[dict[str, float]]:
@@ -41,6 +41,13 @@ def test_each_cost_grows_with_the_number_of_workers(changes: dict[str, float]) -
 def test_the_tree_costs_less_than_the_star() -> None:
     costs = replace(COSTS, host=0.01, tokens=1e5)
     assert step(64, costs, is_tree=True, size=1e8) < step(64, costs, size=1e8)
+
+
+def test_a_step_ahead_hides_most_of_what_stragglers_cost_and_nothing_else() -> None:
+    costs = replace(COSTS, spread=0.1)
+    lost, lost_ahead = step(4, costs) - 2.5, step(4, costs, is_ahead=True) - 2.5
+    assert 0 < lost_ahead < lost / 4
+    assert step(4, is_ahead=True) == pytest.approx(2.5)
 
 
 def test_a_ring_moves_nearly_twice_the_vector_whatever_its_size() -> None:

@@ -77,7 +77,7 @@ class Job:
     is_quick_anywhere=True,
 )
 def scaling(request: Request) -> Iterator[Figures]:
-    """Weak: samples/s per worker of 128 rows x 256 tokens each, over one worker's. Ahead: the same with one step sampled
+    """Weak: samples/s per worker of 128 rows x 256 tokens each, over one worker's. Ahead: the same with a step sampled
     ahead, by one worker, too. Strong: samples/s of 512 rows x 512 on all, over as many times one worker's. Single
     processes run beside each other, on a GPU each.
 
