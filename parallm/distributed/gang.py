@@ -96,6 +96,11 @@ class End:
         """Whether the worker has ended itself for a reason of its own, which it would meet again."""
         return self.code > 0 and self.code != EXCHANGE_FAILED and not self.was_lost
 
+    @property
+    def has_only_obeyed(self) -> bool:
+        """Whether it has ended because it was asked to, also of the signal itself, as while it loads."""
+        return self.code in (0, -signal.SIGTERM) and not self.was_lost
+
     def __str__(self) -> str:
         return f"rank {self.rank} " + (
             f"was killed by signal {-self.code}" if self.code < 0 else f"ended with {self.code}"
@@ -153,6 +158,8 @@ def run_gangs(
             return INTERRUPTED
         if code == 0 and (interrupts.received or not gang.is_growing):
             return 0
+        if interrupts.received and all(end.has_only_obeyed for end in ends):
+            return SIGNALLED + interrupts.received[0]
         if code:
             what = f"{', '.join(map(str, ends))}; reasons are in {folder}/{RANKS}/{GANGS}"
             if interrupts.received or not may_restart(ends) or restarts == settings.restarts:

@@ -42,6 +42,8 @@ def own_config(config: RunConfig, rank: int) -> RunConfig:
 
 def own_server(server: ServerSettings, rank: int) -> ServerSettings:
     """The settings of the server of worker `rank`. Raises ConfigError."""
+    if not server.enabled:
+        return server
     changes: dict[str, Any] = {}
     address = listen_address()
     if address is not None:

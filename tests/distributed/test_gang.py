@@ -204,6 +204,16 @@ def test_one_signal_asks_all_to_end_and_starts_none_again(play: Play) -> None:
     assert [worker.signals for worker in stage.workers] == [[signal.SIGTERM]] * 2
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_workers_that_die_of_the_signal_while_they_load_leave_its_own_exit_code_and_no_reason(
+    play: Play, capsys: pytest.CaptureFixture[str], number: int
+) -> None:
+    interrupts = Interrupts()
+    stage = Stage((TERMINATED, TERMINATED), answers=False, at_start=lambda: interrupts.received.append(number))
+    assert play(stage, restarts=5, interrupts=interrupts) == 128 + number
+    assert capsys.readouterr().err == ""
+
+
 def test_a_second_signal_kills_all_and_shows_the_cursor(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = pty.openpty()
     monkeypatch.setattr(interrupts_module, "STANDARD_OUTPUT", theirs)

@@ -190,6 +190,8 @@ def test_a_worker_listens_where_its_starter_says(monkeypatch: pytest.MonkeyPatch
     public = ServerSettings(host="0.0.0.0", port=8000, ssl_certfile="a.pem", api_keys=(), control_routes=False)
     assert [own_server(public, rank).port for rank in range(3)] == [8000, 8001, 8002]
     assert own_server(ServerSettings(uds="/tmp/a"), 2).uds == "/tmp/a.2"
+    off = ServerSettings(enabled=False)
+    assert own_server(off, 2) == off  # a key that differs from its default would be warned of
     assert shown_url("http://127.0.0.1:8001") == "http://127.0.0.1:8001"
     monkeypatch.setenv(LISTEN, "[::1]:4321")
     monkeypatch.setenv(FRONT, "https://0.0.0.0:8000")
