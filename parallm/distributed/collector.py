@@ -6,7 +6,6 @@ Seeds follow from step and place, so it does not matter who samples.
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -21,28 +20,47 @@ Result = TypeVar("Result")
 
 
 class SharedCollector(Collector):
-    """A collector that plays its share and gathers the others'."""
+    """A collector that plays its share and gathers the others'.
 
-    def __init__(self, *arguments: Any, exchange: Exchange) -> None:
-        """`arguments`: those of `Collector`."""
+    Several steps may be collected at a time, and all workers must draw in one order, whatever their clocks say: a step
+    refills after the first draws of all that may be under way by then, and after the refills of the step before.
+    """
+
+    def __init__(self, *arguments: Any, exchange: Exchange, ahead: int) -> None:
+        """`arguments`: those of `Collector`. `ahead`: steps that may be collected beside the oldest one."""
         super().__init__(*arguments)
         self._exchange = exchange
-        # A step that refills draws again once all groups are here: in turns with another step's draws the order would
-        # depend on the clock. One that does not draws as it begins, and the next step does not wait for stragglers.
-        self._drawing = asyncio.Lock() if self._settings.refill_rounds else nullcontext()
+        self._ahead = ahead
         self._label = ""  # of the draw that `_play` is called for
         self._attempts: Counter[int] = (
             Counter()
         )  # collections of each step: parts of one that was given up are no parts
+        self._newest = -1  # step that has drawn
+        self._drawn: dict[int, tuple[list[Problem], int]] = {}  # for steps that have not begun
+        self._ends: dict[int, asyncio.Event] = {}  # of the collections under way
 
     async def collect(self, step: int, model: str) -> RolloutBatch:
         self._attempts[step] += 1
-        async with self._drawing:
+        end = self._ends[step] = asyncio.Event()
+        try:
             return await super().collect(step, model)
+        finally:
+            del self._ends[step]
+            end.set()
+
+    def _draw(self, count: int, step: int) -> tuple[list[Problem], int]:
+        self._newest = max(self._newest, step)
+        return self._drawn.pop(step, None) or super()._draw(count, step)
 
     async def _sample(self, problems: Sequence[Problem], step: int, start: int, model: str) -> list[TrajectoryGroup]:
         self._label = f"groups of step {step + 1} from {start} on, attempt {self._attempts[step]}"
-        return await super()._sample(problems, step, start, model)
+        groups = await super()._sample(problems, step, start, model)
+        if before := self._ends.get(step - 1):
+            await before.wait()
+        while self._newest < step + self._ahead:
+            following = self._newest + 1
+            self._drawn[following] = self._draw(self._settings.problems_per_step, following)
+        return groups
 
     async def _play(self, numbered: Sequence[tuple[int, Problem]], step: int, model: str) -> list[TrajectoryGroup]:
         label, own = self._label, slice(self._exchange.rank, None, self._exchange.size)

@@ -75,7 +75,7 @@ class Single:
     def learner(self, *arguments: Any, **options: Any) -> Learner:
         return Learner(*arguments, **options)
 
-    def collector(self, *arguments: Any) -> Collector:
+    def collector(self, *arguments: Any, ahead: int) -> Collector:
         return Collector(*arguments)
 
     def evaluator(self, evaluator: Evaluator) -> Evaluator:
@@ -125,8 +125,8 @@ class Shared(Single):
         exact, slots = self._settings.exact, self._settings.slots
         return SharedLearner(*arguments, exchange=self._exchange, exact=exact, slots=slots, **options)
 
-    def collector(self, *arguments: Any) -> Collector:
-        return SharedCollector(*arguments, exchange=self._exchange)
+    def collector(self, *arguments: Any, ahead: int) -> Collector:
+        return SharedCollector(*arguments, exchange=self._exchange, ahead=ahead)
 
     def evaluator(self, evaluator: Evaluator) -> Evaluator:
         values = {field.name: getattr(evaluator, field.name) for field in fields(evaluator)}

@@ -162,13 +162,13 @@ class ProblemCursor:
         self._drawn.pop(step, None)
 
     def requeue(self, steps: Iterable[int]) -> None:
-        """Make the draws of these steps the next ones, in the order of the steps."""
-        indices = [index for step in sorted(steps) for index in self._drawn.pop(step, [])]
-        self._again.extendleft(reversed(indices))
+        """Make the draws of these steps the next ones, in their order."""
+        indices = [index for step in steps for index in self._drawn.pop(step, [])]
+        self._again.extendleft(sorted(indices, reverse=True))
 
     def state(self) -> dict[str, Any]:
         """The state for a checkpoint, as JSON: steps that are not committed begin anew after `restore`."""
-        open_draws = [index for step in sorted(self._drawn) for index in self._drawn[step]]
+        open_draws = sorted(index for indices in self._drawn.values() for index in indices)
         return {"cursor": self._cursor, "again": [*open_draws, *self._unclaimed, *self._again]}
 
     def restore(self, state: Mapping[str, Any]) -> None:

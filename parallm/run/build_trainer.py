@@ -187,7 +187,10 @@ async def _trainer_context(
         defer=sources.push_async_callback,
     )
     stream = make_stream(data.environment, data.splits.train, seed)
-    collector = parts.collector(generate, tokenizer, data.environment, stream, rollout, seed, reward_model)
+    collector = parts.collector(
+        *(generate, tokenizer, data.environment, stream, rollout, seed, reward_model),
+        ahead=config.trainer.max_off_policy_steps,
+    )
     evaluator = Evaluator(
         generate=generate,
         tokenizer=tokenizer,

@@ -65,7 +65,8 @@ class Together:
         arrived[rank] = (part, future)
         if len(arrived) == self.size:
             for _, waiting in arrived.values():
-                waiting.set_result([arrived[rank][0] for rank in range(self.size)])
+                if not waiting.cancelled():
+                    waiting.set_result([arrived[rank][0] for rank in range(self.size)])
             del self._parts[label]
         return future
 

@@ -1,6 +1,7 @@
 """Sampling in shares: who asks for what, and what all get."""
 
 import asyncio
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,12 +11,14 @@ from parallm.distributed.collector import SharedCollector
 from parallm.rollout.collector import Collector
 from parallm.rollout.problems import ProblemStream
 from parallm.rollout.settings import RolloutSettings
-from parallm.types import GenerationRequest, Message
+from parallm.trainer.trainer import Pipeline
+from parallm.types import Completion, GenerationRequest, Message
 from tests.distributed.conftest import Together
 from tests.rollout.answers import one_by_one
 from tests.rollout.conftest import Hardness, Letters, Recorder, problems_with
 
 RANKS = 3
+NUM_STEPS, ROLLED_BACK = 9, (1, 3, 6)
 
 
 class CountedLetters(Letters):
@@ -26,19 +29,42 @@ class CountedLetters(Letters):
         return super().encode_chat(messages)
 
 
+class SlowRecorder(Recorder):
+    """Answers at once or after 10 ms."""
+
+    def __init__(self, chance: random.Random) -> None:
+        super().__init__()
+        self._chance = chance
+
+    async def generate_all(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
+        await asyncio.sleep(self._chance.choice((0.0, 0.01)))
+        return await super().generate_all(requests)
+
+
 class Worker:
     """A collector with an engine and a tokenizer of its own."""
 
     def __init__(
-        self, problems: int, rank: int | None = None, together: Together | None = None, *, refill_rounds: int = 0
+        self,
+        problems: int,
+        rank: int | None = None,
+        together: Together | None = None,
+        *,
+        ahead: int = 0,
+        answers: str = "2222",
+        chance: random.Random | None = None,
+        **refills: Any,
     ) -> None:
-        self.engine, self.tokenizer = Recorder(), CountedLetters()
-        every = problems_with(*["2"] * 4)
-        settings = RolloutSettings(group_size=4, max_tokens=9, problems_per_step=problems, refill_rounds=refill_rounds)
+        """`answers`: see `Hardness`. With `chance` the engine takes a while."""
+        self.engine, self.tokenizer = SlowRecorder(chance) if chance else Recorder(), CountedLetters()
+        every = problems_with(*answers)
+        settings = RolloutSettings(group_size=4, max_tokens=9, problems_per_step=problems, **refills)
         parts: list[Any] = [one_by_one(self.engine.generate_all), self.tokenizer, Hardness(every)]
         parts += [ProblemStream(every, 1), settings, 1]
         self.collector: Collector = (
-            Collector(*parts) if together is None else SharedCollector(*parts, exchange=together.rank(rank or 0))
+            Collector(*parts)
+            if together is None
+            else SharedCollector(*parts, exchange=together.rank(rank or 0), ahead=ahead)
         )
 
     def asked(self) -> dict[str, GenerationRequest]:
@@ -62,13 +88,9 @@ def test_each_worker_asks_for_its_share_as_one_worker_would_and_gets_all_groups(
     assert [worker.tokenizer.num_prompts for worker in workers] == shares
 
 
-@pytest.mark.parametrize("refill_rounds", [0, 3])
-def test_a_worker_samples_ahead_while_it_waits_for_stragglers_unless_they_decide_what_is_drawn(
-    refill_rounds: int,
-) -> None:
-    """Two of three have sampled step 0; with a step ahead they go on with step 1. Then the last one comes."""
+def test_a_worker_that_waits_for_the_groups_of_others_samples_the_next_step() -> None:
     together = Together(RANKS, exact=False)
-    workers = [Worker(RANKS, rank, together, refill_rounds=refill_rounds) for rank in range(RANKS)]
+    workers = [Worker(RANKS, rank, together, ahead=1) for rank in range(RANKS)]
 
     def begin(worker: Worker) -> list[asyncio.Task[Any]]:
         return [asyncio.create_task(worker.collector.collect(step, "policy")) for step in (0, 1)]
@@ -76,10 +98,41 @@ def test_a_worker_samples_ahead_while_it_waits_for_stragglers_unless_they_decide
     async def collect() -> list[list[Any]]:
         begun = [begin(worker) for worker in workers[:-1]]
         await asyncio.sleep(0.01)
-        ahead = "step-1-0-policy" in workers[0].asked()
-        assert ahead is (refill_rounds == 0)
+        assert "step-1-0-policy" in workers[0].asked()
         begun.append(begin(workers[-1]))
         return [list(await asyncio.gather(*tasks)) for tasks in begun]
 
     first, *others = asyncio.run(collect())
     assert [[batch.sampled for batch in batches] for batches in others] == [[one.sampled for one in first]] * 2
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+@pytest.mark.parametrize("seed", range(6))
+def test_workers_draw_the_same_problems_whatever_their_clocks_say(ahead: int, seed: int) -> None:
+    """Half of the problems have no signal, so steps refill while others begin, at times of each worker's own."""
+    together, chance = Together(RANKS, exact=False), random.Random(seed)
+    workers = [
+        Worker(2, rank, together, answers="0204" * 5, refill_rounds=3, refill_below=1.0, ahead=ahead, chance=chance)
+        for rank in range(RANKS)
+    ]
+
+    async def train(worker: Worker) -> list[Any]:
+        pipeline = Pipeline(worker.collector, lambda: 3, policy="policy", limit=ahead, num_steps=NUM_STEPS)
+        found = []
+        for step in range(NUM_STEPS):
+            found.append((await pipeline.take(step)).rollout_batch.sampled)
+            worker.collector.problem_cursor.commit(step)
+            await asyncio.sleep(chance.choice((0.0, 0.02)))
+            if step in ROLLED_BACK:
+                await pipeline.close()
+        await pipeline.close()
+        return found
+
+    async def train_all() -> list[Any]:
+        return await asyncio.gather(*map(train, workers))
+
+    first, *others = asyncio.run(train_all())
+    assert others == [first] * (RANKS - 1)
+    assert max(map(len, first)) > 2, "some step refills"
+    state = workers[0].collector.problem_cursor.state()
+    assert sum(map(len, first)) == state["cursor"] - len(state["again"]), "each problem is trained on once"

@@ -74,6 +74,16 @@ def test_steps_are_given_back_in_their_order(problem_cursor: ProblemCursor, orde
     assert draw(resumed(problem_cursor), 1, 4) == [*order[0:4]]  # step 0 is open still, and so is the new step 1
 
 
+def test_steps_that_drew_in_turns_are_given_back_as_they_drew(problem_cursor: ProblemCursor, order: list[str]) -> None:
+    """A step that has not refilled yet leaves the same draws to come as one that has."""
+    for step in (0, 1, 0):
+        draw(problem_cursor, step, 2)
+    later = resumed(problem_cursor)
+    problem_cursor.requeue([0, 1])
+    for cursor in (problem_cursor, later):
+        assert draw(cursor, 2, 6) == order[:6]
+
+
 def test_what_was_drawn_across_an_epoch_comes_back_too(problem_cursor: ProblemCursor, order: list[str]) -> None:
     draw(problem_cursor, 0, 6)
     assert draw(resumed(problem_cursor), 0, 8) == order[:8]
