@@ -273,15 +273,17 @@ def test_a_run_on_another_model_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 def test_runs_that_wait_for_each_other_take_the_longest_of_each_part() -> None:
-    first = {"seconds/total": 3.5, "seconds/rollout": 2.0, "seconds/update": 1.0}
-    second = {"seconds/total": 4.25, "seconds/rollout": 1.0, "seconds/update": 3.0}
+    first = {workers.WHOLE: 3.5, "seconds/rollout": 2.0, "seconds/update": 1.0}
+    second = {workers.WHOLE: 4.25, "seconds/rollout": 1.0, "seconds/update": 3.0}
     [step] = workers.slowest_of([[first], [second]])
-    assert step == {"seconds/total": 2.0 + 3.0 + 0.5, "seconds/rollout": 2.0, "seconds/update": 3.0}
+    assert step == {workers.WHOLE: 2.0 + 3.0 + 0.5, "seconds/rollout": 2.0, "seconds/update": 3.0}
 
 
 def test_two_workers_run_on_the_weights_of_a_shape() -> None:
-    job = workers.Job(shape="tiny", rows=8, tokens=4, steps=1, warm_up=0)
-    assert [row["step"] for row in workers.run(job, workers=2, rows=8)] == [1]
+    job = workers.Job(shape="tiny", rows=8, tokens=4, steps=1, warm_up=1)
+    [row] = workers.run(job, workers=2, rows=8)
+    assert row["step"] == 2
+    assert row[workers.WHOLE] > row["seconds/rollout"] + row["seconds/update"]
 
 
 class TypedServer(BaseHTTPRequestHandler):

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -30,7 +31,9 @@ LIMIT_SECONDS = 300.0
 WORDS = 384
 """Size of the embedded model's vocabulary, so that every token of a stream has a text."""
 QUIET = ("trainer.evaluate_problems=0", "rollout.refill_rounds=0", "learner.learning_rate=1e-6", "name=bench")
-TIMES = {"seconds/total": "step s", "seconds/rollout": "sampling s", "seconds/update": "update s"}
+WHOLE = "seconds from the step before"
+"""With what happens between steps."""
+TIMES = {WHOLE: "step s", "seconds/rollout": "sampling s", "seconds/update": "update s"}
 COLUMNS = TIMES | {
     "exchange/wait_seconds": "waits s",
     "exchange/sum_seconds": "sum s",
@@ -48,6 +51,7 @@ class Job:
     """Length of a completion."""
     steps: int
     warm_up: int = 2
+    """Steps that do not count; one at least, as a step is timed from the end of the one before."""
     most_rows: int = 128
     """Rows that decode together on one device."""
     ahead: int = 0
@@ -106,14 +110,14 @@ def scaling(request: Request) -> Iterator[Figures]:
                 show(f"{name}, the slowest of {size} runs", slowest)
                 figures[f"workers.straggler_bound_{size}"] = speedup(ones[name], slowest)
             if size == 2 and name.endswith("weak"):
-                part = median(row["exchange/sum_seconds"] / row["seconds/total"] for row in found)
+                part = median(row["exchange/sum_seconds"] / row[WHOLE] for row in found)
                 figures[f"workers.{name.removesuffix('weak')}exchange_fraction"] = part
             yield figures
 
 
 def speedup(one: Sequence[dict[str, Any]], many: Sequence[dict[str, Any]]) -> float:
     """Seconds of the steps of one worker over those of as many steps of many."""
-    return fmean(row["seconds/total"] for row in one) / fmean(row["seconds/total"] for row in many)
+    return fmean(row[WHOLE] for row in one) / fmean(row[WHOLE] for row in many)
 
 
 def alone(jobs: dict[str, Job]) -> dict[str, list[dict[str, Any]]]:
@@ -147,12 +151,12 @@ def apart(job: Job, size: int) -> list[list[dict[str, Any]]]:
 
 def slowest_of(runs: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
     """The rows of a run that waits for the slowest of `runs` in both parts of each step."""
-    parts = [name for name in TIMES if name != "seconds/total"]
+    parts = [name for name in TIMES if name != WHOLE]
     found: list[dict[str, Any]] = []
     for step in zip(*runs, strict=True):
         slowest = {name: max(row[name] for row in step) for name in parts}
-        rest = max(row["seconds/total"] - sum(row[name] for name in parts) for row in step)
-        found.append({"seconds/total": sum(slowest.values()) + rest} | slowest)
+        rest = max(row[WHOLE] - sum(row[name] for name in parts) for row in step)
+        found.append({WHOLE: sum(slowest.values()) + rest} | slowest)
     return found
 
 
@@ -165,7 +169,8 @@ def run(job: Job, *, workers: int, rows: int, device: str | None = None) -> list
             code = process.wait(LIMIT_SECONDS)
         if code:
             raise RuntimeError(f"{workers} workers ended with {code}:\n{(folder / 'output').read_text()[-3000:]}")
-        return metrics(folder / "run")[job.warm_up :]
+        rows = metrics(folder / "run")[job.warm_up - 1 :]
+    return [row | {WHOLE: row["time"] - before["time"]} for before, row in pairwise(rows)]
 
 
 @contextmanager
