@@ -45,7 +45,7 @@ make_environment() {
 }
 
 # With signs of life; what pip says goes to a file, its errors to the terminal, too. pip would compile 12,000 modules,
-# which takes most of its time; commands import 1,000.
+# which takes nearly as long as all else it does; commands import 1,000.
 install() {
   local log=.venv/parallm-install.log
   PYTHONUNBUFFERED=1 .venv/bin/python -m pip install --no-input --no-color --disable-pip-version-check \
@@ -54,7 +54,8 @@ install() {
     say "the installation failed; all of it stands in $PWD/$log"
     return 1
   }
-  PYTHONDONTWRITEBYTECODE='' .venv/bin/python -c 'import parallm.run.train' </dev/null
+  # a command says itself why it cannot start
+  PYTHONDONTWRITEBYTECODE='' .venv/bin/python -c 'import parallm.run.train' </dev/null 2>>"$log" || true
 }
 
 show_progress() { # on a terminal one line that moves every second, elsewhere one every 20 seconds

@@ -35,6 +35,8 @@ class Collective:
             queue.SimpleQueue()
         )
         self._seconds = {"exchange/wait_seconds": 0.0, "exchange/sum_seconds": 0.0}
+        self._lock = threading.Lock()
+        self._num_open, self._open_since = 0, 0.0  # gathers that wait, of several steps with steps ahead
         joined: Future[object] = Future()
         self._thread = threading.Thread(target=self._run, args=(backend, joined), name="exchange", daemon=True)
         with channel.guarded("joining the group", joined):
@@ -57,9 +59,12 @@ class Collective:
         self._channel.fail(reason)
 
     def gather(self, label: str, part: bytes) -> Future[list[bytes]]:
-        began = time.perf_counter()
+        with self._lock:
+            self._num_open += 1
+            if self._num_open == 1:
+                self._open_since = time.perf_counter()
         future = self._channel.gather(label, part)
-        future.add_done_callback(lambda _: self._add("exchange/wait_seconds", time.perf_counter() - began))
+        future.add_done_callback(self._count_wait)
         return future
 
     def loss(self) -> Future[list[bytes]]:
@@ -130,6 +135,12 @@ class Collective:
         own += [zeros_N] * (rows - len(own))
         all_SN = mx.distributed.all_gather(mx.stack(own), group=group, stream=stream)
         return add_slots([all_SN[slot % self.size * rows + slot // self.size] for slot in used])
+
+    def _count_wait(self, _: Future[list[bytes]]) -> None:
+        with self._lock:
+            self._num_open -= 1
+            if not self._num_open:
+                self._add("exchange/wait_seconds", time.perf_counter() - self._open_since)
 
     def _add(self, name: str, seconds: float) -> None:
         self._seconds[name] += seconds

@@ -5,12 +5,13 @@ Seeds follow from step and place, so it does not matter who samples.
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from parallm.distributed.exchange import Exchange
 from parallm.distributed.wire import pack_episodes, pack_groups, unpack_episodes, unpack_groups
+from parallm.errors import WorkersDiffer
 from parallm.rollout.collector import Collector, RolloutBatch
 from parallm.rollout.evaluation import Evaluator
 from parallm.rollout.scoring import ScoredEpisode
@@ -35,8 +36,8 @@ class SharedCollector(Collector):
         self._attempts: Counter[int] = (
             Counter()
         )  # collections of each step: parts of one that was given up are no parts
-        self._newest = -1  # step that has drawn
-        self._drawn: dict[int, tuple[list[Problem], int]] = {}  # for steps that have not begun
+        self._newest = -1  # the latest step that has drawn
+        self._drawn: dict[int, tuple[list[Problem], int]] = {}  # first draws of steps that have not begun
         self._ends: dict[int, asyncio.Event] = {}  # of the collections under way
 
     async def collect(self, step: int, model: str) -> RolloutBatch:
@@ -48,13 +49,19 @@ class SharedCollector(Collector):
             del self._ends[step]
             end.set()
 
+    def give_up(self, steps: Iterable[int]) -> None:
+        super().give_up([*steps, *self._drawn])  # how many have drawn early depends on the clock
+        self._drawn, self._newest = {}, -1
+
     def _draw(self, count: int, step: int) -> tuple[list[Problem], int]:
         self._newest = max(self._newest, step)
-        return self._drawn.pop(step, None) or super()._draw(count, step)
+        return self._drawn.pop(step, None) or super()._draw(count, step)  # refills find no early draw: it is taken
 
     async def _sample(self, problems: Sequence[Problem], step: int, start: int, model: str) -> list[TrajectoryGroup]:
         self._label = f"groups of step {step + 1} from {start} on, attempt {self._attempts[step]}"
         groups = await super()._sample(problems, step, start, model)
+        if not self._settings.refill_rounds:
+            return groups  # first draws are in the order of the steps by themselves
         if before := self._ends.get(step - 1):
             await before.wait()
         while self._newest < step + self._ahead:
@@ -72,7 +79,11 @@ class SharedCollector(Collector):
         merged: list[TrajectoryGroup | None] = [None] * len(problems)
         for rank, part in enumerate(parts):
             share = slice(rank, None, len(parts))
-            merged[share] = groups if share == own else unpack_groups(part, problems[share])
+            try:
+                merged[share] = groups if share == own else unpack_groups(part, problems[share])
+            except WorkersDiffer as error:
+                self._exchange.fail(f"rank {rank} and rank {self._exchange.rank} differ: {error}")
+                raise
         return [group for group in merged if group is not None]
 
 

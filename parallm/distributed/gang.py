@@ -32,6 +32,8 @@ POLL_SECONDS = 0.1
 SIGNALLED = 128
 """Exit code of a process that a signal killed, less the signal's number, as shells count."""
 INTERRUPTED = 130
+SIGNAL_CODES = frozenset((-signal.SIGTERM, -signal.SIGINT, INTERRUPTED))
+"""Exit codes of a worker that a signal has ended before it listened; Ctrl-C in a terminal goes to workers, too."""
 GANGS = "gangs.jsonl"
 """File in `RUN/ranks` with a line for each gang: how long it has trained, and how each of its workers ended."""
 STATES = ("step_*/", f"{RANKS}/*/step_*/")
@@ -96,11 +98,6 @@ class End:
         """Whether the worker has ended itself for a reason of its own, which it would meet again."""
         return self.code > 0 and self.code != EXCHANGE_FAILED and not self.was_lost
 
-    @property
-    def has_only_obeyed(self) -> bool:
-        """Whether it has ended because it was asked to, also of the signal itself, as while it loads."""
-        return self.code in (0, -signal.SIGTERM) and not self.was_lost
-
     def __str__(self) -> str:
         return f"rank {self.rank} " + (
             f"was killed by signal {-self.code}" if self.code < 0 else f"ended with {self.code}"
@@ -158,7 +155,7 @@ def run_gangs(
             return INTERRUPTED
         if code == 0 and (interrupts.received or not gang.is_growing):
             return 0
-        if interrupts.received and all(end.has_only_obeyed for end in ends):
+        if interrupts.received and ended_of_signals(ends):
             return SIGNALLED + interrupts.received[0]
         if code:
             what = f"{', '.join(map(str, ends))}; reasons are in {folder}/{RANKS}/{GANGS}"
@@ -175,6 +172,12 @@ def run_gangs(
 def may_restart(ends: Sequence[End]) -> bool:
     """Whether a new gang may get further: a worker was lost, or all have lost each other."""
     return any(end.was_lost for end in ends) or not any(end.is_given for end in ends)
+
+
+def ended_of_signals(ends: Sequence[End]) -> bool:
+    """Whether workers have ended of the signal that all got, as while they load, and others at most because of them."""
+    codes = {end.code for end in ends}
+    return bool(codes & SIGNAL_CODES) and codes <= {0, *SIGNAL_CODES, EXCHANGE_FAILED}
 
 
 def exit_code(ends: Sequence[End]) -> int:
@@ -237,7 +240,8 @@ class Gang:
         while any(worker.poll() is None for worker in self._workers):
             time.sleep(POLL_SECONDS)
             now, codes = time.monotonic(), [worker.poll() for worker in self._workers]
-            self._lost |= {rank for rank, code in enumerate(codes) if code and rank not in self._asked}
+            if not interrupts.received:
+                self._lost |= {rank for rank, code in enumerate(codes) if code and rank not in self._asked}
             failed_at = min(failed_at, now if any(codes) else failed_at)
             saved_at = min(saved_at, now if EXCHANGE_FAILED in codes else saved_at)
             received = interrupts.received[num_seen:]

@@ -13,12 +13,15 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from parallm.errors import WorkersDiffer
 from parallm.learner.passes.gradient import TokenStatistics
 from parallm.rollout.episode import Episode
 from parallm.rollout.scoring import Score, ScoredEpisode
 from parallm.types import FaultyEpisode, GenerationRequest, Problem, Trajectory, TrajectoryGroup, WeightSpan
 
 Blocks = Sequence[np.ndarray]
+MAX_NAMED = 8
+"""Problems that an error names."""
 
 
 def pack(head: Any, blocks: Blocks = ()) -> bytes:
@@ -41,7 +44,8 @@ def unpack(content: bytes) -> tuple[Any, list[np.ndarray]]:
 
 
 def pack_groups(groups: Sequence[TrajectoryGroup]) -> bytes:
-    """The bytes of groups without their problems, which all ranks know. Numbers are columns of all trajectories."""
+    """The bytes of groups with the ids of their problems, which all ranks know. Numbers are columns of all
+    trajectories."""
     heads: list[dict[str, Any]] = []
     for group in groups:
         rows = []
@@ -52,7 +56,8 @@ def pack_groups(groups: Sequence[TrajectoryGroup]) -> bytes:
             row["has_advantages"] = trajectory.token_advantages is not None
             rows.append(row)
         faulty = [asdict(episode) for episode in group.faulty]
-        heads.append({"trajectories": rows, "faulty": faulty, "solve_rate": group.solve_rate})
+        head = {"problem_id": group.problem.problem_id, "solve_rate": group.solve_rate}
+        heads.append(head | {"trajectories": rows, "faulty": faulty})
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     blocks: list[np.ndarray] = []
     for name, kind in _COLUMNS.items():
@@ -63,8 +68,11 @@ def pack_groups(groups: Sequence[TrajectoryGroup]) -> bytes:
 
 
 def unpack_groups(content: bytes, problems: Sequence[Problem]) -> list[TrajectoryGroup]:
-    """The groups of `problems`, in the same order."""
+    """The groups of `problems`, in the same order. Raises WorkersDiffer if they are of others."""
     heads, blocks = unpack(content)
+    sampled, drawn = [head["problem_id"] for head in heads], [problem.problem_id for problem in problems]
+    if sampled != drawn:
+        raise WorkersDiffer(f"problems {sampled[:MAX_NAMED]} were sampled and {drawn[:MAX_NAMED]} drawn")
     columns = [_rows(*pair) for pair in zip(blocks[::2], blocks[1::2], strict=True)]
     rows = zip(*columns, strict=True)
     return [

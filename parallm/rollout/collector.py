@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
@@ -100,6 +100,10 @@ class Collector:
             seconds=time.perf_counter() - began,
             problems_skipped=skipped,
         )
+
+    def give_up(self, steps: Iterable[int]) -> None:
+        """Draw the problems of these steps again, whose collections were cancelled."""
+        self.problem_cursor.requeue(steps)
 
     async def resample(
         self, groups: Sequence[TrajectoryGroup], step: int, start: int, model: str

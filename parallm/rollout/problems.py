@@ -162,14 +162,14 @@ class ProblemCursor:
         self._drawn.pop(step, None)
 
     def requeue(self, steps: Iterable[int]) -> None:
-        """Make the draws of these steps the next ones, in their order."""
+        """Make the draws of these steps the next ones, in the order of the stream, whoever drew them."""
         indices = [index for step in steps for index in self._drawn.pop(step, [])]
-        self._again.extendleft(sorted(indices, reverse=True))
+        self._again = deque(sorted([*indices, *self._again]))
 
     def state(self) -> dict[str, Any]:
         """The state for a checkpoint, as JSON: steps that are not committed begin anew after `restore`."""
-        open_draws = sorted(index for indices in self._drawn.values() for index in indices)
-        return {"cursor": self._cursor, "again": [*open_draws, *self._unclaimed, *self._again]}
+        open_draws = [index for indices in self._drawn.values() for index in indices]
+        return {"cursor": self._cursor, "again": sorted([*open_draws, *self._unclaimed, *self._again])}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore `state`; one without `again` has no open steps."""

@@ -42,14 +42,12 @@ def own_config(config: RunConfig, rank: int) -> RunConfig:
 
 def own_server(server: ServerSettings, rank: int) -> ServerSettings:
     """The settings of the server of worker `rank`. Raises ConfigError."""
-    if not server.enabled:
-        return server
     changes: dict[str, Any] = {}
     address = listen_address()
     if address is not None:
         changes = {"host": address.host, "port": address.port, "uds": None}
         changes |= dict.fromkeys(("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"))
-    elif rank:
+    elif rank and server.enabled:
         changes = {
             "uds": None if server.uds is None else f"{socket_path(server.uds)}.{rank}",
             "port": server.port + rank if server.port else server.port,

@@ -79,7 +79,7 @@ class Pipeline:
         for task in tasks.values():
             task.cancel()
         await asyncio.gather(*tasks.values(), return_exceptions=True)
-        self._collector.problem_cursor.requeue(tasks)
+        self._collector.give_up(tasks)
 
     async def _fresh(self, step: int, rollout_batch: RolloutBatch) -> StepGroups:
         """The groups of a step; those that are too old are sampled again with the newest version."""

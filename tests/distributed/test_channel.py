@@ -100,6 +100,17 @@ def test_a_gather_that_was_given_up_is_no_silent_rank(channels: Channels) -> Non
     assert [future.result(5) for future in futures] == [[b"", b""]] * 2
 
 
+def test_what_was_asked_for_early_has_its_time_as_long_as_all_are_there(channels: Channels) -> None:
+    """A gather of a step ahead waits for three times the limit, while others end."""
+    first, second = channels(2, timeout_seconds=0.5)
+    ahead = first.gather("groups of the next step", b"a")
+    for number in range(6):
+        time.sleep(0.25)
+        for future in [channel.gather(f"step {number}", b"") for channel in (first, second)]:
+            assert future.result(5) == [b"", b""]
+    assert second.gather("groups of the next step", b"b").result(5) == ahead.result(5) == [b"a", b"b"]
+
+
 def test_a_guarded_block_that_hangs_fails_its_future(channels: Channels) -> None:
     first, _ = channels(2, timeout_seconds=0.3)
     waiting = first.gather("other", b"")

@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -30,7 +31,7 @@ class CountedLetters(Letters):
 
 
 class SlowRecorder(Recorder):
-    """Answers at once or after 10 ms."""
+    """Answers at once or after 10 ms, and with one text for all when it is asked anew, as after a roll-back."""
 
     def __init__(self, chance: random.Random) -> None:
         super().__init__()
@@ -38,7 +39,15 @@ class SlowRecorder(Recorder):
 
     async def generate_all(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
         await asyncio.sleep(self._chance.choice((0.0, 0.01)))
-        return await super().generate_all(requests)
+        before = {request.request_id for round in self.rounds for request in round}
+        every = await super().generate_all(requests)
+        return [
+            [
+                replace(completion, text="0") if request.request_id in before else completion
+                for completion in completions
+            ]
+            for request, completions in zip(requests, every, strict=True)
+        ]
 
 
 class Worker:
@@ -124,6 +133,7 @@ def test_workers_draw_the_same_problems_whatever_their_clocks_say(ahead: int, se
             worker.collector.problem_cursor.commit(step)
             await asyncio.sleep(chance.choice((0.0, 0.02)))
             if step in ROLLED_BACK:
+                await asyncio.sleep(chance.choice((0.0, 0.02)))
                 await pipeline.close()
         await pipeline.close()
         return found
@@ -136,3 +146,5 @@ def test_workers_draw_the_same_problems_whatever_their_clocks_say(ahead: int, se
     assert max(map(len, first)) > 2, "some step refills"
     state = workers[0].collector.problem_cursor.state()
     assert sum(map(len, first)) == state["cursor"] - len(state["again"]), "each problem is trained on once"
+    following = [worker.collector.problem_cursor.take(20) for worker in workers]
+    assert following == following[:1] * RANKS

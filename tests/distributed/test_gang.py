@@ -205,13 +205,24 @@ def test_one_signal_asks_all_to_end_and_starts_none_again(play: Play) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("codes", [(TERMINATED, TERMINATED), (-signal.SIGINT, 130), (EXCHANGE_FAILED, 130), (130, 0)])
 def test_workers_that_die_of_the_signal_while_they_load_leave_its_own_exit_code_and_no_reason(
-    play: Play, capsys: pytest.CaptureFixture[str], number: int
+    play: Play, capsys: pytest.CaptureFixture[str], codes: tuple[int, int], number: int
 ) -> None:
     interrupts = Interrupts()
-    stage = Stage((TERMINATED, TERMINATED), answers=False, at_start=lambda: interrupts.received.append(number))
+    stage = Stage(codes, answers=False, at_start=lambda: interrupts.received.append(number))
     assert play(stage, restarts=5, interrupts=interrupts) == 128 + number
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("codes", [(1, TERMINATED), (EXCHANGE_FAILED, EXCHANGE_FAILED), (KILLED, TERMINATED)])
+def test_other_ends_after_a_signal_are_told(
+    play: Play, capsys: pytest.CaptureFixture[str], codes: tuple[int, int]
+) -> None:
+    interrupts = Interrupts()
+    stage = Stage(codes, answers=False, at_start=lambda: interrupts.received.append(signal.SIGINT))
+    assert play(stage, restarts=5, interrupts=interrupts) not in (0, 130)
+    assert "rank 0" in capsys.readouterr().err
 
 
 def test_a_second_signal_kills_all_and_shows_the_cursor(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:

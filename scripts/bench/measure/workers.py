@@ -61,8 +61,8 @@ class Job:
         return [
             *("environment=custom", "environment.target=bench.problems:Lottery", "rollout.group_size=8"),
             *(f"rollout.problems_per_step={rows // 8}", f"rollout.max_tokens={self.tokens}", "checkpoint.every=1000"),
-            *(f"engine.max_rows={self.most_rows}", f"trainer.steps={self.warm_up + self.steps}", *QUIET),
-            f"trainer.max_off_policy_steps={self.ahead}",
+            *(f"engine.max_rows={self.most_rows}", f"trainer.max_off_policy_steps={self.ahead}", *QUIET),
+            f"trainer.steps={self.warm_up + self.steps + self.ahead}",
         ]
 
 
@@ -169,8 +169,8 @@ def run(job: Job, *, workers: int, rows: int, device: str | None = None) -> list
             code = process.wait(LIMIT_SECONDS)
         if code:
             raise RuntimeError(f"{workers} workers ended with {code}:\n{(folder / 'output').read_text()[-3000:]}")
-        rows = metrics(folder / "run")[job.warm_up - 1 :]
-    return [row | {WHOLE: row["time"] - before["time"]} for before, row in pairwise(rows)]
+        found = metrics(folder / "run")[job.warm_up - 1 : job.warm_up + job.steps]  # the last steps sample none ahead
+    return [row | {WHOLE: row["time"] - before["time"]} for before, row in pairwise(found)]
 
 
 @contextmanager
