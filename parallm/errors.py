@@ -131,4 +131,4 @@ class ExchangeFailed(ParallmError):
 
 
 class WorkersDiffer(ParallmError):
-    """Workers of a run do not hold the same version; the message names ranks and digests."""
+    """Workers of a run do not hold the same version, or have drawn other problems; the message names both."""
