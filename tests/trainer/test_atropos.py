@@ -34,8 +34,16 @@ class Environment:
         self.model.close()
 
     def wait(self) -> None:
-        """Until a trainer has asked for its first batch."""
+        """Until a trainer has asked for its first batch, and its model answers: an API that an earlier trainer has left
+        takes environments at once."""
         until(lambda: self.api.post("/register-env").json()["status"] == "success")
+        until(self.has_model)
+
+    def has_model(self) -> bool:
+        try:
+            return self.model.get("/health").status_code == 200
+        except httpx.TransportError:
+            return False
 
     def group(self, env_id: int = 0, **sampling: Any) -> dict[str, Any]:
         self.number += 1
@@ -132,7 +140,10 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 
 def post_until_the_end(environment: Environment) -> None:
     """Two groups a step, as an environment with max_batches_offpolicy 1 does."""
+    environment.post(environment.group())  # a trainer without any would wait for ever
+    environment.post(environment.group())
     with pytest.raises(httpx.HTTPError):  # noqa: PT012  at some point the trainer refuses, or is gone
+        until(lambda: environment.step() >= 0 and environment.queue() == 0)
         while True:
             for _ in range(2):
                 environment.post(environment.group())
