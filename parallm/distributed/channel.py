@@ -239,7 +239,7 @@ class Channel:
             joined = b"".join([LENGTH.pack(len(part)) + part for part in parts])
             for link in self._links.values():
                 link.send(label, joined)
-            self._all_are_there()
+            self._renew_deadlines()
             settle(wait.future, parts)
 
     def _receive(self, link: Link, label: str, content: bytes) -> None:
@@ -255,11 +255,12 @@ class Channel:
             elif self.rank == 0:
                 self._arrive(link.rank, label, content)
             elif (wait := self._waits.pop(label, None)) is not None:
-                self._all_are_there()
+                self._renew_deadlines()
                 settle(wait.future, list(_split(content)))
 
-    def _all_are_there(self) -> None:
-        """Give those that we wait for their whole time again: what we have asked for early, they may come to late."""
+    def _renew_deadlines(self) -> None:
+        """Give each open gather its whole time again. All ranks have just answered another one, and a rank may come
+        late to that of a step ahead."""
         deadline = time.monotonic() + self._timeout
         for _, wait in self._pending():
             wait.deadline = deadline

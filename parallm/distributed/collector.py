@@ -23,8 +23,8 @@ Result = TypeVar("Result")
 class SharedCollector(Collector):
     """A collector that plays its share and gathers the others'.
 
-    Several steps may be collected at a time, and all workers must draw in one order, whatever their clocks say: a step
-    refills after the first draws of all that may be under way by then, and after the refills of the step before.
+    Several steps may be collected at a time. All workers draw problems in one order, which depends on no clock: a step
+    refills after the first draws of the steps ahead of it, and after the refills of the step before.
     """
 
     def __init__(self, *arguments: Any, exchange: Exchange, ahead: int) -> None:

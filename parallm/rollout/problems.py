@@ -162,7 +162,7 @@ class ProblemCursor:
         self._drawn.pop(step, None)
 
     def requeue(self, steps: Iterable[int]) -> None:
-        """Make the draws of these steps the next ones, in the order of the stream, whoever drew them."""
+        """Make the draws of these steps the next ones. The next draws are in the order of the stream."""
         indices = [index for step in steps for index in self._drawn.pop(step, [])]
         self._again = deque(sorted([*indices, *self._again]))
 
