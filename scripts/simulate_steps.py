@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""Predicts steps of many workers from the steps of one and of two: `scripts/simulate_steps.py ONE TWO [MORE...]`.
+"""Predicts steps of many workers from the steps of one: `scripts/simulate_steps.py ONE [MORE...]`.
 
-ONE, TWO and MORE are metrics.jsonl of runs with the same rows a worker, with 1, 2 and other numbers of workers. What a
-step costs is taken from ONE and TWO; how many workers a run had is told by its tokens. Steps are then simulated, with
-lengths and stragglers drawn and failures averaged, for three designs:
+ONE and MORE are metrics.jsonl of runs with the same rows a worker, of 1 and of other numbers of workers. What a step
+costs is taken from ONE alone: MORE are what predictions are compared with, and their tokens tell how many workers they
+had. Steps are then simulated, with lengths drawn, the sampling of each worker drawn from the steps of ONE, and failures
+averaged, for three designs:
 
 - flat, today's: rank 0 gathers the groups of all and hands all of them to all over TCP; every worker plans and reports
   the whole step; one ring sums over all.
@@ -20,15 +21,14 @@ from argparse import ArgumentParser
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 SIZES = (1, 2, 4, 8, 16, 64, 256, 1000)
 STEPS = 400
 WARM_UP = 3
-HALF_OF_NORMAL = 0.954
-"""Median distance of two draws of a normal distribution, in its deviations."""
 TOKEN_BYTES = 13
 """Bytes of a token in a gathered group: its number, its log-prob and its mask."""
 HEAD_BYTES = 64
@@ -39,13 +39,14 @@ HEAD_BYTES = 64
 class Costs:
     """Seconds of a worker's own rows in a step."""
 
-    sampling: float
-    spread: float
-    """Deviation of the sampling of one worker from that of others in the same step, as a share."""
+    samplings: Sequence[float]
+    """Of several steps, of which any is as likely."""
     update: float
     """On the device."""
     host: float
     """Planning and reporting, which every worker does for the rows of all."""
+    rest: float
+    """Between and beside these parts."""
     tokens: float
     """Sampled by one worker."""
     row_tokens: float
@@ -57,7 +58,7 @@ class Costs:
 
     def sampled(self, source: random.Random) -> float:
         """Seconds of one worker's sampling: steps cost less as rows end, and last until the longest has ended."""
-        seconds = self.sampling * (1 + source.gauss(0, self.spread))
+        seconds = source.choice(self.samplings)
         if self.shortest is None:
             return seconds
         rows = round(self.tokens / self.row_tokens)
@@ -85,19 +86,15 @@ class Cluster:
     """Seconds from a failure to the first step of a new gang."""
 
 
-def calibrated(
-    one: Sequence[Mapping[str, Any]], two: Sequence[Mapping[str, Any]], row_tokens: float, shortest: float | None = None
-) -> Costs:
-    """What steps of one worker and the waits of two tell."""
-    sampling = middle(one, "seconds/rollout")
-    update = middle(one, "update/device_seconds")
-    host = max(0.0, middle(two, "seconds/update") - middle(two, "update/device_seconds")) / 2
+def calibrated(one: Sequence[Mapping[str, Any]], row_tokens: float, shortest: float | None = None) -> Costs:
+    """What steps of one worker tell."""
+    update, device = mean(one, "seconds/update"), mean(one, "update/device_seconds")
     return Costs(
-        sampling=sampling,
-        spread=middle(two, "exchange/wait_seconds") / HALF_OF_NORMAL / sampling,
-        update=update,
-        host=host,
-        tokens=middle(one, "rollout/tokens"),
+        samplings=[row["seconds/rollout"] for row in one],
+        update=device,
+        host=max(0.0, update - device),
+        rest=max(0.0, whole_step(one) - mean(one, "seconds/rollout") - update),
+        tokens=mean(one, "rollout/tokens"),
         row_tokens=row_tokens,
         shortest=shortest,
     )
@@ -109,13 +106,14 @@ def simulated(
     """Mean seconds of a step and of its parts, with what failures cost."""
     source = random.Random(workers)
     steps = [[costs.sampled(source) for _ in range(workers)] for _ in range(max(20, STEPS // workers))]
-    mean, slowest = fmean(map(fmean, steps)), fmean(slowest_of(steps, is_ahead=is_ahead))
+    usual, slowest = fmean(map(fmean, steps)), fmean(slowest_of(steps, is_ahead=is_ahead))
     hosts = math.ceil(workers / cluster.devices)
     parts = {
-        "sampling": mean,
-        "stragglers": slowest - mean,
+        "sampling": usual,
+        "stragglers": slowest - usual,
         "update": costs.update,
         "host": costs.host * (1 if is_tree else workers),
+        "rest": costs.rest,
         "gather": gather_seconds(workers, hosts, costs, cluster, is_tree=is_tree),
         "sum": sum_seconds(workers, hosts, vector_bytes, cluster, is_tree=is_tree),
     }
@@ -164,7 +162,7 @@ def ring(members: int, size: float, speed: float, latency: float) -> float:
 
 def main() -> int:
     parser = ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("runs", nargs="+", type=Path, metavar="METRICS", help="of 1, 2 and more workers")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="METRICS", help="of 1 worker, then of others")
     parser.add_argument("--vector-mb", type=float, default=35.0, help="bytes of the adapter's gradient (%(default)s)")
     parser.add_argument("--row-tokens", type=float, default=256.0, help="tokens of a row (%(default)s)")
     parser.add_argument("--shortest", type=float, help="shortest row, where rows are ragged")
@@ -172,9 +170,7 @@ def main() -> int:
     parser.add_argument("--failure-hours", type=float, default=50_000.0, help="of a device (%(default)s)")
     arguments = parser.parse_args()
     runs = [read(path) for path in arguments.runs]
-    if len(runs) < 2:
-        parser.error("two runs at least: one of 1 worker and one of 2")
-    costs = calibrated(runs[0], runs[1], arguments.row_tokens, arguments.shortest)
+    costs = calibrated(runs[0], arguments.row_tokens, arguments.shortest)
     cluster = Cluster(load=arguments.load_seconds, failure_hours=arguments.failure_hours)
     predict = partial(simulated, costs=costs, cluster=cluster, vector_bytes=arguments.vector_mb * 1e6)
     alone = predict(1)["step"]
@@ -185,10 +181,10 @@ def main() -> int:
             parts = ", ".join(f"{name} {1000 * step[name]:,.0f}" for name in step)
             print(f"  {workers:5} workers: efficiency {alone / step['step']:.3f}; {parts}")
     print("measured")
-    one = middle(runs[0], "seconds/total")
+    one = whole_step(runs[0])
     for path, rows in zip(arguments.runs, runs, strict=True):
-        workers = round(middle(rows, "rollout/tokens") / costs.tokens)
-        predicted, found = predict(workers)["step"], middle(rows, "seconds/total")
+        workers = round(mean(rows, "rollout/tokens") / costs.tokens)
+        predicted, found = predict(workers)["step"], whole_step(rows)
         efficiencies = f"efficiency {one / found:.3f}, predicted {alone / predicted:.3f}"
         print(f"  {workers} workers: step {found:.3f} s, predicted {predicted:.3f}; {efficiencies}   {path}")
     return 0
@@ -200,8 +196,13 @@ def read(path: Path) -> list[dict[str, Any]]:
     return rows[WARM_UP:] or rows
 
 
-def middle(rows: Sequence[Mapping[str, Any]], name: str) -> float:
-    return median(row[name] for row in rows)
+def mean(rows: Sequence[Mapping[str, Any]], name: str) -> float:
+    return fmean(row[name] for row in rows)
+
+
+def whole_step(rows: Sequence[Mapping[str, Any]]) -> float:
+    """Mean seconds from the end of a step to the end of the next."""
+    return fmean(after["time"] - before["time"] for before, after in pairwise(rows))
 
 
 if __name__ == "__main__":

@@ -1,16 +1,18 @@
-"""Predictions of steps of many workers from those of one and of two."""
+"""Predictions of steps of many workers from those of one."""
 
 import json
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from simulate_steps import Cluster, Costs, calibrated, simulated
 
 ROOT = Path(__file__).parents[2]
-COSTS = Costs(sampling=2.0, spread=0.0, update=0.5, host=0.0, tokens=0.0, row_tokens=256.0)
+COSTS = Costs(samplings=(2.0,), update=0.5, host=0.0, rest=0.0, tokens=0.0, row_tokens=256.0)
+UNEVEN = (1.8, 1.9, 2.1, 2.2)
 CLUSTER = Cluster(latency=0.0, failure_hours=1e12, load=30.0)
 
 
@@ -25,15 +27,15 @@ def rows(workers: int, **changes: float) -> list[dict[str, float]]:
         "seconds/update": 0.5,
         "rollout/tokens": 100.0 * workers,
     }
-    return [row | {"seconds/total": 2.5, "exchange/wait_seconds": 0.0} | changes] * 6
+    return [row | changes | {"time": 100.0 + 2.6 * place} for place in range(6)]
 
 
 def test_workers_that_cost_each_other_nothing_are_as_fast_as_one() -> None:
     assert [step(workers) for workers in (1, 2, 64)] == pytest.approx([2.5] * 3)
 
 
-@pytest.mark.parametrize("changes", [{"spread": 0.05}, {"host": 0.01}, {"tokens": 1e6}])
-def test_each_cost_grows_with_the_number_of_workers(changes: dict[str, float]) -> None:
+@pytest.mark.parametrize("changes", [{"samplings": UNEVEN}, {"host": 0.01}, {"tokens": 1e6}])
+def test_each_cost_grows_with_the_number_of_workers(changes: dict[str, Any]) -> None:
     costs = replace(COSTS, **changes)
     assert step(1, costs) < step(8, costs) < step(64, costs)
 
@@ -44,7 +46,7 @@ def test_the_tree_costs_less_than_the_star() -> None:
 
 
 def test_a_step_ahead_hides_most_of_what_stragglers_cost_and_nothing_else() -> None:
-    costs = replace(COSTS, spread=0.1)
+    costs = replace(COSTS, samplings=UNEVEN)
     lost, lost_ahead = step(4, costs) - 2.5, step(4, costs, is_ahead=True) - 2.5
     assert 0 < lost_ahead < lost / 4
     assert step(4, is_ahead=True) == pytest.approx(2.5)
@@ -60,12 +62,10 @@ def test_short_rows_shorten_a_step_and_the_longest_ends_it() -> None:
     assert step(1, replace(costs, shortest=16.0, floor=0.0)) < 0.6 * step(1, costs)
 
 
-def test_costs_are_what_runs_of_one_and_two_tell() -> None:
-    two = rows(2, **{"seconds/update": 0.6, "exchange/wait_seconds": 0.0954})
-    costs = calibrated(rows(1), two, 256.0)
-    assert (costs.sampling, costs.update) == (2.0, 0.5)
-    assert costs.host == pytest.approx(0.05)
-    assert costs.spread == pytest.approx(0.05)
+def test_costs_are_what_a_run_of_one_tells() -> None:
+    costs = calibrated(rows(1, **{"seconds/update": 0.55}), 256.0)
+    assert (costs.samplings, costs.update, costs.tokens) == ([2.0] * 6, 0.5, 100.0)
+    assert (costs.host, costs.rest) == pytest.approx((0.05, 0.05))
 
 
 def test_the_script_compares_its_predictions_with_what_was_measured(tmp_path: Path) -> None:
@@ -73,4 +73,4 @@ def test_the_script_compares_its_predictions_with_what_was_measured(tmp_path: Pa
         (tmp_path / f"{workers}.jsonl").write_text("\n".join(map(json.dumps, rows(workers))))
     command = [sys.executable, str(ROOT / "scripts" / "simulate_steps.py"), "1.jsonl", "2.jsonl"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert "2 workers: step 2.500 s, predicted 2.500; efficiency 1.000, predicted 1.000" in done.stdout
+    assert "2 workers: step 2.600 s, predicted 2.600; efficiency 1.000, predicted 1.000" in done.stdout
