@@ -139,7 +139,7 @@ def operations(rows: int, *, layers: int, adapter: Callable[..., Adapter] | None
 
 @pytest.mark.parametrize(
     ("rows", "has_lora", "expected"),
-    [(30, False, 7), (30, True, 9), (200, False, 8), (200, True, 13)],
+    [(30, False, 7), (30, True, 7), (200, False, 8), (200, True, 13)],
     ids=["few rows", "few rows with LoRA", "many rows", "many rows with LoRA"],
 )
 def test_a_layer_of_a_step_is_kernels_and_products_without_views(

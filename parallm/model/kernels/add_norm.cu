@@ -1,7 +1,8 @@
 // The residual stream after a sublayer, and its RMSNorm; see add_norm.py.
 // Inputs `y` (S, B, H) of type Y, parts of the sublayer's output that are still to be added up, the stream `other` (B, H)
-// before it, `weight` (H) of the norm; if HAS_LORA those of expand.cu for one target. Outputs `sums` (B, H), rounded as
-// MLX's sum, and `normed` (B, H).
+// before it, `weight` (H) of the norm; if HAS_LORA those of expand.cu for one target; if SHRINKS `next_starts` and
+// `next_factors`, where A (SHRUNK, H) of the only version begins at `next_starts[0]`. Outputs `sums` (B, H), rounded as
+// MLX's sum, `normed` (B, H), and if SHRINKS `shrunk` (B, SHRUNK), its products with A, zeros for rows without a version.
 // T type of all arrays but the parts, SPLITS parts, SIZE of H; THREADS and CHUNKS vectors of a thread are those of MLX's
 // kernel, so that sums of squares have its order. K columns of A; SORTED as in expand.cu.
 #include "pack.cuh"
@@ -11,7 +12,14 @@ extern "C" __global__ void add_norm(const Y* y, const T* other, const T* weight,
 #if HAS_LORA
                                     const float* hidden, const int* order, const int* starts, const T* factors,
 #endif
-                                    T* sums, T* normed, float eps, int rows
+#if SHRINKS
+                                    const int* next_order, const int* next_starts, const T* next_factors,
+#endif
+                                    T* sums, T* normed,
+#if SHRINKS
+                                    T* shrunk,
+#endif
+                                    float eps, int rows
 #if HAS_LORA
                                     , int num_parts, int versions, int numbers_of_version
 #endif
@@ -78,6 +86,9 @@ extern "C" __global__ void add_norm(const Y* y, const T* other, const T* weight,
     }
   }
   const float scale = row_scale(squares, eps);
+#if SHRINKS
+  __shared__ P line[SIZE / P::size];
+#endif
 #pragma unroll
   for (int c = 0; c < CHUNKS; c++) {
     const int start = (c * THREADS + threadIdx.x) * P::size;
@@ -88,5 +99,37 @@ extern "C" __global__ void add_norm(const Y* y, const T* other, const T* weight,
     for (int j = 0; j < P::size; j++)
       values.values[j] = T(float(factors.values[j]) * float(T(float(stream[c].values[j]) * scale)));
     *reinterpret_cast<P*>(normed + row * SIZE + start) = values;
+#if SHRINKS
+    line[start / P::size] = values;
+#endif
   }
+#if SHRINKS
+  __syncthreads();
+  constexpr int LINES = 4;  // of A, which a warp reads together
+  const bool has_version = next_order[2 * row + 1] >= 0;
+  const int lane = threadIdx.x % 32;
+  const T* a = next_factors + next_starts[0];
+#pragma unroll 1
+  for (int first = threadIdx.x / 32 * LINES; first < SHRUNK; first += THREADS / 32 * LINES) {
+    float products[LINES] = {};
+    if (has_version)
+#pragma unroll 2
+      for (int start = lane * P::size; start < SIZE; start += 32 * P::size) {
+        const P own = line[start / P::size];
+        P of_line[LINES];
+#pragma unroll
+        for (int u = 0; u < LINES; u++) of_line[u] = *reinterpret_cast<const P*>(a + int64_t(first + u) * SIZE + start);
+#pragma unroll
+        for (int u = 0; u < LINES; u++)
+#pragma unroll
+          for (int j = 0; j < P::size; j++) products[u] += float(own.values[j]) * float(of_line[u].values[j]);
+      }
+#pragma unroll
+    for (int u = 0; u < LINES; u++) {
+#pragma unroll
+      for (int other = 16; other > 0; other /= 2) products[u] += __shfl_xor_sync(0xffffffffu, products[u], other);
+      if (lane == u) shrunk[row * SHRUNK + first + u] = T(products[u]);
+    }
+  }
+#endif
 }

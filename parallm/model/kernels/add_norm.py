@@ -3,7 +3,8 @@
 Both read and write a few kilobytes a row, so what they take is what two kernels take to start, 64 times a step of an 8B
 model. `patches/forward.py` finds the pairs. Sums are rounded as MLX rounds them, and squares are added in its order.
 LoRA's product with B is part of the kernel, in the order of `expand` (`segmented_lora.py`), where B is small: here one
-block reads all of it for each row.
+block reads all of it for each row. So is the product of what is normed with A of the targets that come next: then their
+own product adds theirs with B (`small_batch_gemm.py`), and no kernel is left between them.
 
 Axes: B rows, T tokens, H hidden, S parts of a sum.
 """
@@ -12,11 +13,12 @@ import mlx.core as mx
 
 from parallm.model.kernels.columns import shaped
 from parallm.model.kernels.cuda import VECTOR_BYTES, has_kernels, kernel
-from parallm.model.kernels.segmented_lora import ShrinkOutput
+from parallm.model.kernels.segmented_lora import GroupWeights, ShrinkOutput
 
 DTYPES = (mx.bfloat16, mx.float16)
 MAX_CHUNKS = 8
 MAX_FACTORS = 1 << 16  # values of B that a block reads: rank 16 of an 8B shape, the most that was tried
+MAX_SHRUNK = 1 << 17  # values of the next A that a block reads: rank 16 of three targets of a 3B shape
 
 
 def fits(parts_SBTH: mx.array, stream_BTH: mx.array, lora: ShrinkOutput | None = None) -> bool:
@@ -35,17 +37,36 @@ def fits(parts_SBTH: mx.array, stream_BTH: mx.array, lora: ShrinkOutput | None =
     )
 
 
+def can_shrink(stream_BTH: mx.array, weights: GroupWeights) -> bool:
+    """Whether `add_norm` can multiply rows by A of `weights`: of one version, as several need rows in another order."""
+    columns, size = sum(weights.layout.ranks), stream_BTH.shape[-1]
+    is_next = weights.array_VN.shape[0] == 1 and weights.num_inputs == size
+    return is_next and columns * size <= MAX_SHRUNK and weights.array_VN.dtype == stream_BTH.dtype
+
+
 def add_norm(
-    parts_SBTH: mx.array, stream_BTH: mx.array, weight_H: mx.array, eps: float, *, lora: ShrinkOutput | None = None
-) -> tuple[mx.array, mx.array]:
+    parts_SBTH: mx.array,
+    stream_BTH: mx.array,
+    weight_H: mx.array,
+    eps: float,
+    *,
+    lora: ShrinkOutput | None = None,
+    following: tuple[GroupWeights, mx.array] | None = None,
+) -> list[mx.array]:
     """The sum of all parts, the stream and the product of `lora`, which has one target, and the sum's RMSNorm, both
-    (B, T, H) in the stream's type."""
+    (B, T, H) in the stream's type. With the weights that come next and the `order_B2` of the rows (`can_shrink`) also
+    the norm's products with A, (B, K) in the stream's type."""
     splits, *rows, size = parts_SBTH.shape
     threads, chunks = threads_and_chunks(size, stream_BTH.dtype)
     inputs, sizes = [parts_SBTH, stream_BTH, weight_H], [rows[0] * rows[1]]
     if lora is not None:
         inputs += lora.inputs()
         sizes += [lora.hidden_PBTK.shape[0], *lora.weights.array_VN.shape]
+    columns = 0
+    if following is not None:
+        weights, order_B2 = following
+        inputs += [order_B2, weights.starts, weights.array_VN]
+        columns = sum(weights.layout.ranks)
     defines = (
         ("T", stream_BTH.dtype),
         ("Y", parts_SBTH.dtype),
@@ -56,16 +77,18 @@ def add_norm(
         ("HAS_LORA", lora is not None),
         ("SORTED", lora is not None and lora.weights.is_sorted),
         ("K", sum(lora.weights.layout.ranks) if lora else 0),
+        ("SHRINKS", following is not None),
+        ("SHRUNK", columns),
     )
-    sums_BTH, normed_BH = kernel("add_norm", defines)(
+    sums_BTH, normed_BH, *shrunk = kernel("add_norm", defines)(
         inputs,
         [float(eps), *sizes],
         grid=(sizes[0] * threads, 1, 1),
         threadgroup=(threads, 1, 1),
-        output_shapes=[stream_BTH.shape, (sizes[0], size)],
-        output_dtypes=[stream_BTH.dtype] * 2,
+        output_shapes=[stream_BTH.shape, (sizes[0], size), *([(sizes[0], columns)] if following else [])],
+        output_dtypes=[stream_BTH.dtype] * (3 if following else 2),
     )
-    return sums_BTH, shaped(normed_BH, stream_BTH.shape)
+    return [sums_BTH, shaped(normed_BH, stream_BTH.shape), *shrunk]
 
 
 def threads_and_chunks(size: int, dtype: mx.Dtype) -> tuple[int, int]:

@@ -57,6 +57,11 @@ class GroupWeights:
         """`layout.starts`, int32, filled up to what MLX keeps on the device."""
         return _starts(self.layout.starts)
 
+    @property
+    def num_inputs(self) -> int:
+        """I of A (K, I)."""
+        return (self.layout.starts[1] - self.layout.starts[0]) // sum(self.layout.ranks)
+
     def joined_a(self) -> mx.array:
         """A of all targets below each other, (V, K, I)."""
         begin, columns, versions = self.layout.starts[0], sum(self.layout.ranks), self.array_VN.shape[0]

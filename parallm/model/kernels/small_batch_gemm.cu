@@ -3,9 +3,11 @@
 // (K, I) of a version begins at `starts[0]`. Outputs `y` (S, B, T, O) and if HAS_LORA `hidden` (S, B, T, V K): sums
 // over parts of the input, for all versions. If GATED `y` (B, T, O / 2) is SwiGLU of the outputs' halves: silu of an output
 // of the first half by its counterpart, both rounded to Y before; their weights lie beside each other in a tile.
+// If PLUS, which HAS_LORA excludes, the products of `shrunk` (B, K) with B of the only version are added: that of target
+// s (R, O) begins at `starts[1 + s]`, and reads the columns of its own A.
 // T type of the input and the weights, Y of the sums, K columns of all A of a group (0: none); WIDE warps side by side
 // compute 16 outputs each, DEEP of them share each sum; TILES of 8 rows; CHUNK values of the input are fetched at once,
-// STAGES such fetches are under way.
+// STAGES such fetches are under way. WIDTHS and RANKS of the TARGETS targets.
 // Weights are the left factor and rows the right one: the tensor cores take 16 of the former and 8 of the latter. Which
 // values of the input meet in one instruction does not matter as long as both sides agree, so a lane takes 16 bytes of
 // each at once. Blocks after the last output compute rows of A in the same way.
@@ -17,6 +19,9 @@ extern "C" __global__ void small_batch_gemm(const T* x, const T* weight,
 #endif
 #if HAS_LORA
                                             const int* starts, const T* factors,
+#endif
+#if PLUS
+                                            const T* shrunk, const int* starts, const T* factors,
 #endif
                                             Y* y,
 #if HAS_LORA
@@ -60,19 +65,9 @@ extern "C" __global__ void small_batch_gemm(const T* x, const T* weight,
     asm volatile("cp.async.commit_group;" ::: "memory");
   };
   float sum[TILES][4] = {};
-  int stage = 0;  // of the chunk that is fetched
-#pragma unroll 1
-  for (int chunk = begin - STAGES + 1; chunk < end; chunk++) {
-    if (chunk >= begin) {
-      asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
-      __syncthreads();
-    }
-    fetch(chunk + STAGES - 1, stage);
-    stage = stage == STAGES - 1 ? 0 : stage + 1;  // and of the one that is multiplied
-    if (chunk < begin) continue;
+  auto multiply_units = [&](int stage, int units) {
     const char* weights = shared + stage * STAGE + (across * 16 + group * 2) * PITCH + quad * 16;
     const char* given = shared + stage * STAGE + TILE * PITCH + group * PITCH_X + quad * 16;
-    const int units = (width - chunk * CHUNK) / 32;
 #pragma unroll
     for (int unit = along; unit < CHUNK / 32; unit += DEEP) {
       if (unit >= units) break;
@@ -85,7 +80,52 @@ extern "C" __global__ void small_batch_gemm(const T* x, const T* weight,
         multiply<T>(sum[n], even.z, odd.z, even.w, odd.w, row.z, row.w);
       }
     }
+  };
+  int stage = 0;  // of the chunk that is fetched
+#pragma unroll 1
+  for (int chunk = begin - STAGES + 1; chunk < end; chunk++) {
+    if (chunk >= begin) {
+      asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
+      __syncthreads();
+    }
+    fetch(chunk + STAGES - 1, stage);
+    stage = stage == STAGES - 1 ? 0 : stage + 1;  // and of the one that is multiplied
+    if (chunk < begin) continue;
+    multiply_units(stage, (width - chunk * CHUNK) / 32);
   }
+#if PLUS
+  // One more chunk, of LoRA's ranks: B's rows lie across the outputs, so numbers are turned one by one.
+  constexpr int widths[] = {WIDTHS}, ranks[] = {RANKS}, COLUMNS = (K + 31) / 32 * 32;
+  asm volatile("cp.async.wait_group 0;" ::: "memory");
+  __syncthreads();
+#pragma unroll 4
+  for (int i = threadIdx.x; i < TILE * COLUMNS; i += THREADS) {
+    const int of_tile = i % TILE, k = i / TILE;
+    int output = first + of_tile < outputs ? output_of(first + of_tile) : -1, r = k, width_of = widths[0], rank = ranks[0];
+    int64_t begin = starts[1];
+#pragma unroll
+    for (int s = 1; s < TARGETS; s++)
+      if (output >= width_of) {
+        output -= width_of;
+        r -= rank;
+        width_of = widths[s];
+        rank = ranks[s];
+        begin = starts[1 + s];
+      }
+    const bool is_own = output >= 0 && r >= 0 && r < rank;
+    const T value = is_own ? factors[begin + int64_t(r) * width_of + output] : T(0.0f);
+    *reinterpret_cast<T*>(shared + of_tile * PITCH + k * int(sizeof(T))) = value;
+  }
+#pragma unroll 1
+  for (int i = threadIdx.x; i < TILES * 8 * COLUMNS / 8; i += THREADS) {
+    const int row = i / (COLUMNS / 8), k = i % (COLUMNS / 8) * 8;
+    uint4 values = make_uint4(0, 0, 0, 0);
+    if (row < rows && k < K) values = *reinterpret_cast<const uint4*>(shrunk + int64_t(row) * K + k);
+    *reinterpret_cast<uint4*>(shared + TILE * PITCH + row * PITCH_X + k * int(sizeof(T))) = values;
+  }
+  __syncthreads();
+  multiply_units(0, COLUMNS / 32);
+#endif
   if (DEEP > 1) {
     asm volatile("cp.async.wait_group 0;" ::: "memory");
     __syncthreads();

@@ -3,7 +3,7 @@
 A product of a step's rows takes as long as its weights take to be read, by MLX's kernels as by this one. On an H200
 MLX's cost the host 14 microseconds, though, and ours 8; a sum that several blocks share is added up by a kernel of its
 own there, and here by its reader (`segmented_lora.expand`); and A is a few more rows of the weights in place of another
-kernel.
+kernel. Where A was multiplied by before (`add_norm.py`), B is a few more columns of the weights.
 
 Axes: B rows, T tokens, I input, O output, S parts of the input whose sums are still to be added, V versions, K ranks of
 a group's targets side by side.
@@ -32,6 +32,15 @@ MIN_STAGES, MAX_STAGES = 3, 8
 MAX_SHARED_BYTES = 225_000  # of the 227 KB that a block may have
 PROCESSORS = 132  # of an H200, each with one block at a time
 WEIGHT_OF_ROWS = 0.5  # of a value of the input beside one of the weights: it comes from the cache
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShrunkRows:
+    """A group's LoRA for rows of one version after A."""
+
+    weights: GroupWeights
+    shrunk_BK: mx.array
+    """The products, of the weights' type; zeros for rows without a version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,19 +90,36 @@ def fits(x_BTI: mx.array, linear: nn.Module) -> bool:
     )
 
 
+def can_add(x_BTI: mx.array, linear: nn.Module, weights: GroupWeights) -> bool:
+    """Whether `small_batch_gemm` can add the products of a group's `ShrunkRows` to whole outputs."""
+    if not fits(x_BTI, linear) or weights.array_VN.shape[0] > 1:
+        return False
+    outputs, inputs = linear.weight.shape
+    chosen = plan(x_BTI.shape[0] * x_BTI.shape[1], inputs, outputs, 0, is_whole=True)
+    return sum(weights.layout.ranks) <= chosen.chunk
+
+
 def small_batch_gemm(
-    x_BTI: mx.array, linear: nn.Linear, weights: GroupWeights | None, *, is_whole: bool, is_gated: bool = False
+    x_BTI: mx.array,
+    linear: nn.Linear,
+    weights: GroupWeights | None,
+    *,
+    is_whole: bool,
+    is_gated: bool = False,
+    added: ShrunkRows | None = None,
 ) -> tuple[mx.array, mx.array | None]:
     """Outputs (S, B, T, O) and, with `weights` of few enough versions, `hidden` as `segmented_lora.shrink` gives it.
 
     S is 1, and the type that of the input, if `is_whole`; parts are float32. With `is_gated`, which needs whole outputs
-    and no weights, these are SwiGLU of their halves, (1, B, T, O / 2): silu of the first by the second.
+    and no weights, these are SwiGLU of their halves, (1, B, T, O / 2): silu of the first by the second. The products of
+    `added` with B come to whole outputs before they are rounded (`can_add`).
     """
     assert not is_gated or (is_whole and weights is None)
+    assert added is None or (is_whole and weights is None)
     if weights is not None and weights.array_VN.shape[0] > MAX_VERSIONS:
         weights = None
     bias_O = linear.bias if "bias" in linear else None
-    return _multiply(x_BTI, linear.weight, bias_O, weights, is_whole=is_whole, is_gated=is_gated)
+    return _multiply(x_BTI, linear.weight, bias_O, weights, added, is_whole=is_whole, is_gated=is_gated)
 
 
 def _multiply(
@@ -101,12 +127,14 @@ def _multiply(
     weight_OI: mx.array,
     bias_O: mx.array | None,
     weights: GroupWeights | None,
+    added: ShrunkRows | None,
     *,
     is_whole: bool,
-    is_gated: bool = False,
+    is_gated: bool,
 ) -> tuple[mx.array, mx.array | None]:
     (rows, tokens, inputs), outputs = x_BTI.shape, weight_OI.shape[0]
-    ranks = sum(weights.layout.ranks) if weights else 0
+    layout = weights.layout if weights else added.weights.layout if added else None
+    ranks = sum(layout.ranks) if layout else 0
     columns = weights.array_VN.shape[0] * ranks if weights else 0
     chosen = plan(rows * tokens, inputs, outputs, columns, is_whole=is_whole)
     arrays = [x_BTI, weight_OI, *([] if bias_O is None else [bias_O])]
@@ -114,14 +142,20 @@ def _multiply(
     if weights:
         arrays += [weights.starts, weights.array_VN]
         sizes = [*weights.array_VN.shape, *sizes]
+    if added:
+        arrays += [added.shrunk_BK, added.weights.starts, added.weights.array_VN]
     sums = x_BTI.dtype if chosen.splits == 1 else mx.float32
     defines = (
         ("T", x_BTI.dtype),
         ("Y", sums),
         ("HAS_BIAS", bias_O is not None),
         ("HAS_LORA", weights is not None),
+        ("PLUS", added is not None),
         ("GATED", is_gated),
         ("K", ranks),
+        ("WIDTHS", ", ".join(map(str, layout.widths)) if added and layout else ""),
+        ("RANKS", ", ".join(map(str, layout.ranks)) if added and layout else ""),
+        ("TARGETS", len(layout.ranks) if added and layout else 0),
         ("TILES", chosen.tiles),
         ("WIDE", chosen.wide),
         ("DEEP", chosen.deep),

@@ -22,12 +22,12 @@ from parallm.model.kernels import quantized_gemm
 from parallm.model.kernels.columns import columns_of, flat_rows, shaped
 from parallm.model.kernels.cuda import VECTOR_BYTES
 from parallm.model.kernels.segmented_lora import GroupOutput, GroupWeights, ShrinkOutput, shrink
-from parallm.model.kernels.small_batch_gemm import fits, small_batch_gemm
+from parallm.model.kernels.small_batch_gemm import ShrunkRows, can_add, fits, small_batch_gemm
 from parallm.model.kernels.swiglu import swiglu_of_halves
 from parallm.model.lora.experts import Routing
 from parallm.model.lora.segmented import MIN_LONG, SegmentedLora, add_products
 from parallm.model.lora.training import TrainingLora
-from parallm.model.patches.forward import FusedAdd, ResidualSum, SwigluHalf, origin_of, set_origin, swiglu
+from parallm.model.patches.forward import FusedAdd, NormedSum, ResidualSum, SwigluHalf, origin_of, set_origin, swiglu
 from parallm.model.quantized import UnpackingLinear
 
 ARRAYS = ("weight", "scales", "biases", "bias")
@@ -166,29 +166,45 @@ class MergedLinear:
         """Build the outputs for `x`, and what reads them in the forwards before; see `listed_kernels`."""
         outputs = self._all(x, lora)
         if len(outputs) == 1:
-            output = outputs[0] if self.whole is None else self.whole(outputs[0])
-            total = output + mx.zeros(output.shape, output.dtype)
-            if isinstance(origin := origin_of(total), ResidualSum):
-                origin.normed(mx.ones(total.shape[-1], total.dtype), 1.0)
-        elif self._is_gated:
-            swiglu(*outputs)
+            self._list_norms(outputs[0] if self.whole is None else self.whole(outputs[0]), lora)
+            return
+        weights = lora.of_group(self.targets) if lora else None
+        ways = [outputs]
+        if weights is not None and self._can_add(x, weights):
+            shrunk_BK = mx.zeros((x.shape[0] * x.shape[1], sum(weights.layout.ranks)), x.dtype)
+            ways.append(self._plus(x, ShrunkRows(weights=weights, shrunk_BK=shrunk_BK)))
+        for way in ways if self._is_gated else ():
+            swiglu(*way)
+
+    @staticmethod
+    def _list_norms(output: mx.array, lora: SegmentedLora | None) -> None:
+        """Build what reads the stream after `output` is added: its norm, also with A of any targets that may follow."""
+        total = output + mx.zeros(output.shape, output.dtype)
+        if not isinstance(origin := origin_of(total), ResidualSum):
+            return
+        normed = origin_of(origin.normed(mx.ones(total.shape[-1], total.dtype), 1.0))
+        if lora is not None and isinstance(normed, NormedSum):
+            for weights in lora.of_several():
+                normed.shrunk(weights, lora.order_B2)
 
     def _all(self, x: mx.array, lora: LoraBinding | None) -> list[mx.array]:
         if isinstance(lora, TrainingLora):
             return self._trained(x, lora)
         weights = lora.of_group(self.targets) if isinstance(lora, SegmentedLora) else None
+        if weights is not None and isinstance(lora, SegmentedLora) and (shrunk := self._shrunk(x, weights, lora)):
+            return self._plus(*shrunk)
         y, y_SBTO, hidden = self._product(x, weights)
         if weights is not None and y is not None and isinstance(lora, SegmentedLora) and _is_long(x, lora):
             y = add_products(weights, y, x, lora.order_B2[:, 1])
             y_SBTO, weights = y[None], None
-        shrunk = None
+        after_a = None
         if weights is not None and isinstance(lora, SegmentedLora):
             hidden = shrink(x, weights, lora.order_B2) if hidden is None else hidden
-            shrunk = ShrinkOutput(weights=weights, order_B2=lora.order_B2, hidden_PBTK=hidden)
-        output = GroupOutput(y_SBTO, x.dtype, self._widths, shrunk)
-        if y is None or shrunk is not None:
+            after_a = ShrinkOutput(weights=weights, order_B2=lora.order_B2, hidden_PBTK=hidden)
+        output = GroupOutput(y_SBTO, x.dtype, self._widths, after_a)
+        if y is None or after_a is not None:
             if len(self.targets) == 1:
-                return [FusedAdd(output.split()[0], output.added_to, y_SBTO, lora=shrunk)]
+                return [FusedAdd(output.split()[0], output.added_to, y_SBTO, lora=after_a)]
             return self._halves(output.split(), output.gated)
         if len(self.targets) == 1:
             return [FusedAdd(y, partial(operator.add, y), y_SBTO)] if x.shape[1] == 1 else [y]
@@ -196,11 +212,27 @@ class MergedLinear:
         parts = output.split() if x.shape[1] > 1 else columns_of(y, self._widths)
         return self._halves(parts, partial(self._gated, x, y))
 
-    def _gated(self, x: mx.array, y: mx.array) -> mx.array:
-        """SwiGLU of the base's outputs `y`, for few rows in the product itself. Nothing is differentiated: what trains
-        takes `_trained`."""
+    def _shrunk(self, x: mx.array, weights: GroupWeights, lora: SegmentedLora) -> tuple[mx.array, ShrunkRows] | None:
+        """`x` and its products with A, where the norm that makes `x` can make both."""
+        match origin_of(x):
+            case NormedSum() as origin if self._can_add(x, weights):
+                return origin.shrunk(weights, lora.order_B2)
+        return None
+
+    def _can_add(self, x: mx.array, weights: GroupWeights) -> bool:
+        return len(self.targets) > 1 and can_add(x, self._joined, weights)
+
+    def _plus(self, x: mx.array, added: ShrunkRows) -> list[mx.array]:
+        """The outputs for `x`, with LoRA as a part of the product."""
+        y_1BTO, _ = small_batch_gemm(x, self._joined, None, is_whole=True, added=added)
+        y = shaped(y_1BTO, y_1BTO.shape[1:])
+        return self._halves(columns_of(y, self._widths), partial(self._gated, x, y, added))
+
+    def _gated(self, x: mx.array, y: mx.array, added: ShrunkRows | None = None) -> mx.array:
+        """SwiGLU of the outputs `y`, for few rows in the product itself, to which LoRA may be `added`. Nothing is
+        differentiated: what trains takes `_trained`."""
         if fits(x, self._joined):
-            product_1BTO, _ = small_batch_gemm(x, self._joined, None, is_whole=True, is_gated=True)
+            product_1BTO, _ = small_batch_gemm(x, self._joined, None, is_whole=True, is_gated=True, added=added)
         elif quantized_gemm.fits(x, self._joined):
             product_1BTO = quantized_gemm.quantized_gemm(x, self._joined, is_whole=True, is_gated=True)
         else:

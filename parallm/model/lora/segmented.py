@@ -10,7 +10,7 @@ Axes: B rows, V versions, N numbers of a version in an array, I input, O output,
 side by side.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import accumulate, islice
@@ -163,6 +163,14 @@ class SegmentedLora:
         """The weights of a group; None if it has none."""
         layout = self.weights.layout.groups.get(targets)
         return None if layout is None else GroupWeights(layout=layout, array_VN=self.weights.arrays[layout.array])
+
+    def of_several(self) -> Iterator[GroupWeights]:
+        """The weights of groups of several targets, one for each number of ranks and inputs."""
+        found = {}
+        for targets in self.weights.layout.groups:
+            if len(targets) > 1 and (weights := self.of_group(targets)):
+                found[sum(weights.layout.ranks), weights.num_inputs] = weights
+        yield from found.values()
 
     def arrays(self) -> list[mx.array]:
         """All arrays, in the order of `SegmentedStructure.lora`."""

@@ -8,7 +8,7 @@ device thread, or a thread that builds a graph while it waits.
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,15 +19,16 @@ from mlx_lm.models import activations as mlx_lm_activations
 from mlx_lm.models import base as mlx_lm_base
 
 from parallm.model.attention import attention
-from parallm.model.kernels.add_norm import add_norm, fits
+from parallm.model.kernels.add_norm import add_norm, can_shrink, fits
 from parallm.model.kernels.cuda import VECTOR_BYTES, has_kernels
 from parallm.model.kernels.gather import take_rows
-from parallm.model.kernels.segmented_lora import ShrinkOutput
+from parallm.model.kernels.segmented_lora import GroupWeights, ShrinkOutput
+from parallm.model.kernels.small_batch_gemm import ShrunkRows
 from parallm.model.kernels.swiglu import fused_swiglu
 from parallm.model.logprobs import is_slow, sigmoid
 from parallm.model.quantized import UnpackingEmbedding
 
-AddNorm = Callable[[mx.array, mx.array, mx.array, float], tuple[mx.array, mx.array]]
+AddNorm = Callable[[mx.array, mx.array, mx.array, float], Sequence[mx.array]]
 """Adds parts (S, B, T, H) to the stream, and norms it with a weight and its eps; returns the stream and its norm in the
 weight's type."""
 TRUNK_NAMES = ("model", "transformer", "backbone")
@@ -201,9 +202,35 @@ class ResidualSum:
 
     def normed(self, weight_H: mx.array, eps: float) -> mx.array:
         """RMSNorm of the stream, (B, T, H)."""
-        kernel = self.kernel or partial(add_norm, lora=self.lora)
-        self.value_BTH, normed_BTH = kernel(self.parts_SBTH, self.before_BTH, weight_H, eps)
+        given = self.parts_SBTH, self.before_BTH, weight_H, eps
+        self.value_BTH, normed_BTH = self.kernel(*given) if self.kernel else add_norm(*given, lora=self.lora)
+        set_origin(normed_BTH, NormedSum(total=self, weight_H=weight_H, eps=eps))
         return normed_BTH
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NormedSum:
+    """Origin of the norm of a residual stream."""
+
+    total: ResidualSum
+    weight_H: mx.array
+    eps: float
+
+    def shrunk(self, weights: GroupWeights, order_B2: mx.array) -> tuple[mx.array, ShrunkRows] | None:
+        """The norm, and its products with A of the targets that read it, by the kernel of the norm; None where that
+        cannot. It takes the place of the norm that was made before."""
+        total = self.total
+        if total.kernel is not None or not can_shrink(total.before_BTH, weights):
+            return None
+        total.value_BTH, normed_BTH, shrunk_BK = add_norm(
+            total.parts_SBTH,
+            total.before_BTH,
+            self.weight_H,
+            self.eps,
+            lora=total.lora,
+            following=(weights, order_B2),
+        )
+        return normed_BTH, ShrunkRows(weights=weights, shrunk_BK=shrunk_BK)
 
 
 class FusedNorm(nn.RMSNorm):

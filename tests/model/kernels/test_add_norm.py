@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from parallm.model.kernels import add_norm as module
-from parallm.model.kernels.add_norm import MAX_FACTORS, add_norm, fits, threads_and_chunks
+from parallm.model.kernels.add_norm import MAX_FACTORS, add_norm, can_shrink, fits, threads_and_chunks
 from parallm.model.kernels.cuda import has_kernels
 from parallm.model.kernels.segmented_lora import ShrinkOutput
 from parallm.model.lora.segmented import order_rows
@@ -150,6 +150,64 @@ def test_a_gpu_adds_lora(case: str) -> None:
 def test_what_forgets_a_part_of_lora_is_found(mutant: str, kernels: CpuKernels) -> None:
     kernels.mutation = ("add_norm", *MUTANTS[mutant])
     assert not agrees(random_rows([2, 0, -1, 1, 2], size=64, rank=24, splits=1, versions=3))
+
+
+SHRINK_CASES: dict[str, tuple[list[int], int, list[int]]] = {
+    "a row without a version": ([0, -1, 0], 896, [16, 8, 8]),
+    "short rows": ([0, 0], 64, [8]),
+    "rows of several vectors": ([0], 1536, [24, 24]),
+}
+"""Versions of rows, size, and ranks of the targets that follow."""
+SHRINK_MUTANTS = {
+    "rows without a version get one": ("if (has_version)", "if (true)"),
+    "the first lines of A": ("first < SHRUNK", "first < 4"),
+    "the first vectors of a row": (
+        "start < SIZE; start += 32 * P::size",
+        "start < 32 * P::size; start += 32 * P::size",
+    ),
+    "another group's A": ("next_factors + next_starts[0]", "next_factors"),
+}
+
+
+def shrinks(index: list[int], size: int, ranks: list[int]) -> bool:
+    """Whether the norm comes as without, and its products with A as they should."""
+    rows = random_rows(index, size=size, rank=16, splits=2, versions=1)
+    following = random_versions(size, [32] * len(ranks), ranks, 1, mx.float16)
+    given = rows.parts_SB1H, rows.stream_B1H, rows.weight_H, EPS
+    assert can_shrink(rows.stream_B1H, following.weights)
+    pairs = following.weights, rows.lora.order_B2
+    found = [np.array(array, np.float32) for array in add_norm(*given, lora=rows.lora, following=pairs)]
+    plain = [np.array(array, np.float32) for array in add_norm(*given, lora=rows.lora)]
+    wanted_BK = found[1][:, 0] @ np.array(following.a_IK[0], np.float32) * (np.array(index)[:, None] >= 0)
+    are_plain = all(np.array_equal(one, other) for one, other in zip(plain, found, strict=False))
+    return are_plain and np.allclose(found[2], wanted_BK, rtol=4e-3, atol=4e-3)
+
+
+@needs_compiler
+@pytest.mark.parametrize("case", SHRINK_CASES)
+def test_the_norm_is_multiplied_by_the_next_a(case: str, kernels: CpuKernels) -> None:
+    assert shrinks(*SHRINK_CASES[case])
+
+
+@pytest.mark.skipif(not has_kernels(), reason="CUDA kernels")
+@pytest.mark.parametrize("case", SHRINK_CASES)
+def test_a_gpu_multiplies_by_the_next_a(case: str) -> None:
+    assert shrinks(*SHRINK_CASES[case])
+
+
+@needs_compiler
+@pytest.mark.parametrize("mutant", SHRINK_MUTANTS)
+def test_what_forgets_a_part_of_a_is_found(mutant: str, kernels: CpuKernels) -> None:
+    kernels.mutation = ("add_norm", *SHRINK_MUTANTS[mutant])
+    assert not shrinks(*SHRINK_CASES["a row without a version"])
+
+
+def test_a_block_reads_only_a_small_a() -> None:
+    stream_B1H = mx.zeros((2, 1, 4096), mx.float16)
+    for ranks, versions, is_small in (([16, 16], 1, True), ([16, 16, 16], 1, False), ([8], 2, False)):
+        following = random_versions(4096, [32] * len(ranks), ranks, versions, mx.float16)
+        assert can_shrink(stream_B1H, following.weights) == is_small
+    assert not can_shrink(stream_B1H[..., :64], random_versions(4096, [32], [8], 1, mx.float16).weights)
 
 
 def test_a_block_reads_only_a_small_b(monkeypatch: pytest.MonkeyPatch) -> None:

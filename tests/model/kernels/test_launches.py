@@ -244,7 +244,7 @@ def prefill(dtype: mx.Dtype, rotation: Rotation | None = None) -> None:
     attend_pages(turned, pool, pool, mx.array([1, 2, 3], mx.int32), tiles, scale=0.125)
 
 
-def normalize(dtype: mx.Dtype, *, size: int, splits: int, versions: int = 0) -> None:
+def normalize(dtype: mx.Dtype, *, size: int, splits: int, versions: int = 0, next_ranks: tuple[int, ...] = ()) -> None:
     half = mx.bfloat16 if dtype == mx.float32 else dtype
     parts, stream = mx.zeros((splits, 5, 1, size), half if splits == 1 else mx.float32), mx.zeros((5, 1, size), half)
     lora = None
@@ -253,7 +253,13 @@ def normalize(dtype: mx.Dtype, *, size: int, splits: int, versions: int = 0) -> 
         weights = random_versions(64, [size], [rank], versions, half).weights
         lora = ShrinkOutput(weights=weights, order_B2=order, hidden_PBTK=mx.zeros((2, 5, 1, versions * rank)))
     assert add_norm.fits(parts, stream, lora)
-    add_norm.add_norm(parts, stream, mx.ones(size, half), 1e-5, lora=lora)
+    following = None
+    if next_ranks:
+        following = (
+            random_versions(size, [64] * len(next_ranks), list(next_ranks), 1, half).weights,
+            order_rows([0] * 5, 1),
+        )
+    add_norm.add_norm(parts, stream, mx.ones(size, half), 1e-5, lora=lora, following=following)
 
 
 def convolve(dtype: mx.Dtype, *, channels: int, has_bias: bool) -> None:
@@ -372,6 +378,10 @@ def multiply(dtype: mx.Dtype, *, versions: int, widths: list[int], bias: bool, r
     y_SBTO, hidden = small_batch_gemm.small_batch_gemm(x, linear, weights, is_whole=len(widths) > 1)
     if len(widths) == 2:
         small_batch_gemm.small_batch_gemm(x, linear, None, is_whole=True, is_gated=True)
+    if weights is not None and versions == 1 and len(widths) > 1:
+        added = small_batch_gemm.ShrunkRows(weights=weights, shrunk_BK=mx.zeros((rows, sum(ranks)), half))
+        for is_gated in {False, len(widths) == 2}:
+            small_batch_gemm.small_batch_gemm(x, linear, None, is_whole=True, is_gated=is_gated, added=added)
     lora = None
     if weights is not None:
         hidden = shrink(x, weights, order_rows([0] * rows, versions)) if hidden is None else hidden
@@ -466,6 +476,10 @@ FACES: dict[str, Face] = {
     "add parts and normalize": lambda dtype: normalize(dtype, size=896, splits=4),
     "add and normalize, many chunks": lambda dtype: normalize(dtype, size=8192, splits=2),
     "add parts and LoRA and normalize": lambda dtype: normalize(dtype, size=4096, splits=4, versions=1),
+    "add parts, normalize and multiply by A": lambda dtype: normalize(
+        dtype, size=1024, splits=4, versions=1, next_ranks=(16, 16, 16)
+    ),
+    "add, normalize and multiply by A": lambda dtype: normalize(dtype, size=4096, splits=1, next_ranks=(8, 24)),
     "add and normalize, LoRA of versions": lambda dtype: normalize(dtype, size=8192, splits=1, versions=2),
     "convolve": lambda dtype: convolve(dtype, channels=6144, has_bias=False),
     "convolve, biased": lambda dtype: convolve(dtype, channels=48, has_bias=True),
@@ -503,6 +517,9 @@ FACES: dict[str, Face] = {
     "multiply, biased": lambda dtype: multiply(dtype, versions=0, widths=[64, 64], bias=True),
     "multiply, alone": lambda dtype: multiply(dtype, versions=0, widths=[4096], bias=False),
     "multiply with one version": lambda dtype: multiply(dtype, versions=1, widths=[64, 32, 32], bias=True),
+    "multiply many rows with one version": lambda dtype: multiply(
+        dtype, versions=1, widths=[4864, 4864], bias=False, rows=128
+    ),
     "multiply with versions": lambda dtype: multiply(dtype, versions=3, widths=[64, 64], bias=False),
     "multiply with a version, alone": lambda dtype: multiply(dtype, versions=1, widths=[4096], bias=False, rows=33),
     "multiply with many versions": lambda dtype: multiply(dtype, versions=17, widths=[64], bias=False),

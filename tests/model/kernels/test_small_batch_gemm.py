@@ -1,5 +1,6 @@
 """The kernel is compared with MLX's operations; these cases are skipped without a GPU that has it."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.core as mx
@@ -16,6 +17,8 @@ from parallm.model.kernels.small_batch_gemm import (
     MAX_WARPS,
     MIN_STAGES,
     PROCESSORS,
+    ShrunkRows,
+    can_add,
     fits,
     plan,
     small_batch_gemm,
@@ -23,7 +26,7 @@ from parallm.model.kernels.small_batch_gemm import (
 from parallm.model.kernels.swiglu import swiglu_of_halves
 from parallm.model.lora.segmented import add_products, order_rows
 from tests.model.kernels.cuda_on_cpu import CpuKernels, needs_compiler
-from tests.model.lora.test_segmented import expected, random_versions, split
+from tests.model.lora.test_segmented import Versions, expected, random_versions, split
 
 needs_hopper = pytest.mark.skipif(not on_cuda() or architecture() != "sm_90", reason="needs a Hopper GPU")
 SHAPES = {(4096, 6144): 48, (4096, 28672): 32, (14336, 4096): 16, (896, 1152): 48, (4864, 896): 16, (64, 8): 8}
@@ -143,6 +146,101 @@ def test_threads_gate_their_outputs(rows: int, bias: bool, monkeypatch: pytest.M
     kernels.mutation = "small_batch_gemm", "row % 2 * (outputs / 2)", "row % 2"
     wrong, _ = small_batch_gemm(x, linear, None, is_whole=True, is_gated=True)
     assert mx.abs(wrong[0].astype(mx.float32) - gated(x, linear)).max().item() > 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plus:
+    """A product and LoRA after A."""
+
+    x: mx.array
+    linear: nn.Linear
+    added: ShrunkRows
+    versions: Versions
+
+    def wanted(self) -> mx.array:
+        """Both together, in float32."""
+        y = self.x.astype(mx.float32) @ self.linear.weight.astype(mx.float32).T + self.linear.get("bias", 0)
+        ranks = self.versions.weights.layout.ranks
+        columns = mx.split(
+            self.added.shrunk_BK.astype(mx.float32), [sum(ranks[: i + 1]) for i in range(len(ranks) - 1)], 1
+        )
+        products = [one @ b.astype(mx.float32) for one, b in zip(columns, self.versions.b_RO[0], strict=True)]
+        return y + mx.concatenate(products, axis=1)[:, None]
+
+    def furthest(self, *, is_gated: bool = False) -> float:
+        """The largest difference over the largest number."""
+        found, _ = small_batch_gemm(self.x, self.linear, None, is_whole=True, is_gated=is_gated, added=self.added)
+        wanted = self.wanted()
+        if is_gated:
+            gate, up = mx.split(wanted.astype(self.x.dtype).astype(mx.float32), 2, axis=-1)
+            wanted = nn.silu(gate) * up
+        assert found.shape == (1, *wanted.shape)
+        distance: float = (mx.abs(found[0].astype(mx.float32) - wanted).max() / mx.abs(wanted).max()).item()
+        return distance
+
+
+def random_plus(rows: int, inputs: int, widths: list[int], ranks: list[int], *, bias: bool, dtype: mx.Dtype) -> Plus:
+    mx.random.seed(rows)
+    versions = random_versions(inputs, widths, ranks, 1, dtype)
+    return Plus(
+        x=(mx.random.normal((rows, 1, inputs)) / 8).astype(dtype),
+        linear=random_linear(inputs, sum(widths), bias=bias, dtype=dtype),
+        added=ShrunkRows(weights=versions.weights, shrunk_BK=mx.random.normal((rows, sum(ranks))).astype(dtype)),
+        versions=versions,
+    )
+
+
+PLUS_MUTANTS = {
+    "the next target's ranks": ("r -= rank;", ""),
+    "the next target's outputs": ("output -= width_of;", ""),
+    "B of the first target": ("begin = starts[1 + s]", "begin = starts[1]"),
+    "another target's ranks count": ("r >= 0 && r < rank", "r >= 0 && r < K"),
+    "rows of other rows": ("int64_t(row) * K + k", "k"),
+    "some of the ranks": ("multiply_units(0, COLUMNS / 32)", "multiply_units(0, 1)"),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize(("rows", "bias"), [(3, False), (13, True)])
+def test_threads_add_what_comes_after_a(rows: int, bias: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    kernels = CpuKernels(tmp_path)
+    monkeypatch.setattr(module, "kernel", kernels)
+    three = random_plus(rows, 160, [40, 16, 24], [16, 8, 24], bias=bias, dtype=mx.float16)
+    assert three.furthest() < 2e-3
+    pair = random_plus(rows, 160, [72, 72], [16, 24], bias=bias, dtype=mx.float16)
+    assert pair.furthest(is_gated=True) < 2e-3
+    for mutant in PLUS_MUTANTS.values() if bias else ():
+        kernels.mutation = ("small_batch_gemm", *mutant)
+        assert three.furthest() > 0.05, mutant
+    kernels.mutation = "small_batch_gemm", "output_of(first + of_tile)", "first + of_tile"
+    assert pair.furthest(is_gated=True) > 0.05
+
+
+@needs_hopper
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
+@pytest.mark.parametrize("rows", [2, 31, 64, 128])
+@pytest.mark.parametrize(
+    ("inputs", "widths", "ranks"),
+    [(896, [896, 128, 128], [16] * 3), (896, [4864] * 2, [16] * 2), (1536, [64, 32], [8, 48])],
+)
+def test_a_gpu_adds_what_comes_after_a(
+    inputs: int, widths: list[int], ranks: list[int], rows: int, dtype: mx.Dtype
+) -> None:
+    plus = random_plus(rows, inputs, widths, ranks, bias=True, dtype=dtype)
+    assert can_add(plus.x, plus.linear, plus.versions.weights)
+    assert plus.furthest() < 2e-2
+    if len(widths) == 2 and widths[0] == widths[1]:
+        assert plus.furthest(is_gated=True) < 2e-2
+
+
+def test_ranks_fit_in_what_is_fetched_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "has_kernels", lambda: True)
+    monkeypatch.setattr(module, "architecture", lambda: "sm_90")
+    for ranks, versions, fits_in in (([64, 64], 1, True), ([256, 256], 1, False), ([8, 8], 2, False)):
+        made = random_versions(896, [64, 64], ranks, versions, mx.bfloat16)
+        plus = random_plus(4, 896, [64, 64], [8, 8], bias=False, dtype=mx.bfloat16)
+        assert can_add(plus.x, plus.linear, made.weights) == fits_in
+    assert not can_add(plus.x[:1], plus.linear, plus.versions.weights)
 
 
 @needs_compiler

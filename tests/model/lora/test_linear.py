@@ -1,16 +1,24 @@
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
 from parallm.model.adapters.initial import initial_arrays
+from parallm.model.kernels import add_norm, segmented_lora, small_batch_gemm
+from parallm.model.kernels import swiglu as swiglu_kernels
+from parallm.model.kernels.compiler import Defines
 from parallm.model.kernels.cuda import on_cuda
+from parallm.model.kernels.segmented_lora import ShrinkOutput
 from parallm.model.lora.linear import LoraBinding, LoraContext, LoraLinear, merge_linears
 from parallm.model.lora.segmented import SegmentedLora, order_rows, pack_lora, stack_packed
 from parallm.model.lora.single import LoraScaling, SingleLora, single_lora
 from parallm.model.lora.training import TrainingLora
-from parallm.model.patches.forward import origin_of, swiglu
+from parallm.model.patches import forward
+from parallm.model.patches.forward import fuse_norms, origin_of, swiglu
+from tests.model.kernels.cuda_on_cpu import CpuKernels, needs_compiler
 
 needs_cuda = pytest.mark.skipif(not on_cuda(), reason="needs MLX's CUDA build")
 WIDTHS = {"q": 64, "k": 32, "v": 32, "o": 64}
@@ -171,6 +179,121 @@ def test_halves_of_one_product_are_gated_where_they_are(shape: tuple[int, int]) 
     assert mx.abs(found - wanted).max().item() <= TOLERANCE * mx.abs(wanted).max().item()
     swapped = swiglu(up, gate)
     assert mx.abs(swapped - wanted).max().item() > TOLERANCE * mx.abs(wanted).max().item()
+
+
+BLOCK = {"o": (64, 64), "q": (64, 96), "k": (64, 32), "v": (64, 32), "gate": (64, 64), "up": (64, 64), "down": (64, 64)}
+BLOCK_CALLED = [("q", "k", "v"), ("gate", "up")]
+
+
+class Block(nn.Module):
+    """A layer without attention, whose norms stand between residual adds and targets of one input."""
+
+    def __init__(self, lora_context: LoraContext) -> None:
+        super().__init__()
+        for name, (inputs, width) in BLOCK.items():
+            setattr(self, name, LoraLinear(nn.Linear(inputs, width, bias=name in "qkv"), name, lora_context))
+        self.norms = [nn.RMSNorm(64), nn.RMSNorm(64)]
+        self.set_dtype(mx.float16)
+        fuse_norms(self)
+
+    def __call__(self, x: mx.array) -> list[mx.array]:
+        stream = x + self.o(x)
+        r = self.norms[0](stream)
+        q, k, v = self.q(r), self.k(r), self.v(r)
+        stream = stream + self.o(q[..., :64])
+        r = self.norms[1](stream)
+        return [q, k, v, stream + self.down(swiglu(self.gate(r), self.up(r)))]
+
+
+class PlainOutput:
+    """In place of `GroupOutput`, whose kernel is not run on a CPU."""
+
+    def __init__(self, y_SBTO: mx.array, dtype: mx.Dtype, widths: Sequence[int], lora: ShrinkOutput | None) -> None:
+        self._y, self._dtype, self._widths = y_SBTO.astype(mx.float32).sum(axis=0), dtype, widths
+        if lora is None:
+            return
+        b_VKO, count = lora.weights.joined_b().astype(mx.float32), lora.weights.array_VN.shape[0]
+        hidden_BVK = lora.hidden_PBTK.sum(axis=0).reshape(len(self._y), count, -1)
+        pairs: list[list[int]] = lora.order_B2.tolist()
+        own = {row: hidden_BVK[row, version] @ b_VKO[version] for row, version in pairs if version >= 0}
+        zeros = mx.zeros(self._y.shape[-1])
+        self._y += mx.stack([own.get(row, zeros) for row in range(len(self._y))])[:, None]
+
+    def split(self) -> list[mx.array]:
+        cuts = [sum(self._widths[:count]) for count in range(1, len(self._widths))]
+        return mx.split(self._y.astype(self._dtype), cuts, axis=-1)
+
+    def gated(self) -> mx.array:
+        gate, up = self.split()
+        return nn.silu(gate) * up
+
+    def added_to(self, other: mx.array) -> mx.array:
+        return (self._y + other).astype(self._dtype)
+
+
+class NotedKernels(CpuKernels):
+    """Notes which kernels are asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.asked: list[tuple[str, Defines]] = []
+
+    def __call__(self, name: str, defines: Defines = (), *, shared_memory: int = 0) -> Any:
+        self.asked.append((name, defines))
+        return super().__call__(name, defines, shared_memory=shared_memory)
+
+
+@pytest.fixture
+def believe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], NotedKernels]:
+    """Lets layers believe from now on that they are on a Hopper GPU, whose kernels run here."""
+
+    def patch() -> NotedKernels:
+        kernels = NotedKernels(tmp_path)
+        for module in (add_norm, segmented_lora, small_batch_gemm, swiglu_kernels):
+            monkeypatch.setattr(module, "kernel", kernels)
+        for module in (add_norm, segmented_lora, small_batch_gemm, forward):
+            monkeypatch.setattr(module, "has_kernels", lambda: True)
+        monkeypatch.setattr(small_batch_gemm, "architecture", lambda: "sm_90")
+        monkeypatch.setattr("parallm.model.lora.linear.GroupOutput", PlainOutput)
+        return kernels
+
+    return patch
+
+
+@needs_compiler
+@pytest.mark.cpu
+@pytest.mark.parametrize("versions", [1, 2])
+def test_a_block_computes_the_same_with_lora_in_its_norms_and_products(
+    versions: int, believe: Callable[[], NotedKernels]
+) -> None:
+    lora_context, chosen = LoraContext(), LoraScaling(dict.fromkeys(BLOCK, 2.0), {}, mx.float16, BLOCK_CALLED)
+    mx.random.seed(3)
+    block, x = Block(lora_context), mx.random.normal((5, 1, 64)).astype(mx.float16)
+    singles = [
+        single_lora(
+            {
+                name: (mx.random.normal(shape) / 8).astype(mx.float16)
+                for target, (inputs, width) in BLOCK.items()
+                for name, shape in ((f"{target}.lora_a", (inputs, 8)), (f"{target}.lora_b", (8, width)))
+            },
+            chosen,
+        )
+        for _ in range(versions)
+    ]
+    plain = [outputs_of(block, lora_context, x, lora) for lora in (None, *singles)]
+    index = [0, -1, 0, versions - 1, 0]
+    wanted = [mx.stack([plain[version + 1][place][row] for row, version in enumerate(index)]) for place in range(4)]
+
+    kernels = believe()
+    groups = merge_linears(block, BLOCK_CALLED)
+    packed = [one for single in singles if (one := pack_lora(single, groups, mx.float16)) is not None]
+    rows = SegmentedLora(weights=stack_packed(packed), order_B2=order_rows(index, versions))
+    found = outputs_of(block, lora_context, x, rows)
+
+    for one, other in zip(found, wanted, strict=True):
+        assert mx.abs(one - other).max().item() <= 1e-2 * mx.abs(other).max().item()
+    products = [dict(defines) for name, defines in kernels.asked if name == "small_batch_gemm"]
+    assert [product["PLUS"] for product in products].count(True) == (3 if versions == 1 else 0), "one is gated"
 
 
 @needs_cuda
