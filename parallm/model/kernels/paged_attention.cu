@@ -2,10 +2,10 @@
 // T type, HEAD size, HEADS key-value heads, REPEATS queries of each, TILE of which a block serves, PAGE positions. DIMS
 // values of each head are rotated by a row's `angles` (0: none), neighbours with each other if PAIRED. Queries, new
 // keys and new values may be columns of one product: the first row's begin at `*_start`, the next row's `*_pitch`
-// values after. `pages` and `counts` are those of paged_attention_plan.cu.
+// values after. `pages` and the three arrays behind are those of paged_attention_plan.cu; the three are written.
 // Each share of the list has a block for each tile of queries. Where a row ends in the share that it began in, its
-// result is written; otherwise its parts are `sums`, and `scales`: largest score times log2_scale, and total. A share
-// has at most two, of its first row and of its last. The block that is the last to write a part merges them.
+// result is written; otherwise its parts are `part_sums`, and `part_scales`: largest score times log2_scale, and total. A
+// share has at most two, of its first row and of its last. The block that is the last to write a part merges them.
 // Each warp has 16 positions of a page, and fetches, waits for and multiplies them without the other warps. In a step
 // the weights of other layers have driven everything out of the caches. So nothing small is waited for alone: a row's
 // queries, new key and value and their angles are copied with its pages; and loops are unrolled only where registers
@@ -18,11 +18,12 @@
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     paged_attention(const T* queries, const T* new_keys, const T* new_values, const T* keys, const T* values,
-                    const int4* pages, const int* counts, const float* angles,
+                    const int4* pages, const int* counts, const float* part_sums, const float* part_scales,
+                    const float* angles,
 #if SINKS
                     const float* sinks,
 #endif
-                    T* attended, float* sums_of_parts, float* scales, int stride, int window, float log2_scale,
+                    T* attended, int stride, int window, float log2_scale,
                     int queries_start, int queries_pitch, int keys_start, int keys_pitch, int values_start,
                     int values_pitch) {
   constexpr int KEYS = PAGE / WARPS, BUFFER = 2 * KEYS * PITCH;  // of a warp: keys, then values
@@ -281,8 +282,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
       if (is_whole) {
         write(m, d, most, all, found);
       } else {
-        *reinterpret_cast<float4*>(sums_of_parts + place_of(share, m) * HEAD + d) = found;
-        if (d == 0) reinterpret_cast<float2*>(scales)[place_of(share, m)] = make_float2(most, all);
+        *reinterpret_cast<float4*>(const_cast<float*>(part_sums) + place_of(share, m) * HEAD + d) = found;
+        if (d == 0)
+          reinterpret_cast<float2*>(const_cast<float*>(part_scales))[place_of(share, m)] = make_float2(most, all);
       }
     }
     if (is_whole) continue;
@@ -303,8 +305,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
       float4 found = {};
 #pragma unroll 2
       for (int s = first_share; s <= last_share; s++) {
-        const float2 scale = __ldcg(reinterpret_cast<const float2*>(scales) + place_of(s, m));
-        const float4 more = __ldcg(reinterpret_cast<const float4*>(sums_of_parts + place_of(s, m) * HEAD + d));
+        const float2 scale = __ldcg(reinterpret_cast<const float2*>(part_scales) + place_of(s, m));
+        const float4 more = __ldcg(reinterpret_cast<const float4*>(part_sums + place_of(s, m) * HEAD + d));
         const float base = fmaxf(most, scale.x), shrink = exp2_of(most - base), weight = exp2_of(scale.x - base);
         most = base;
         all = all * shrink + weight * scale.y;

@@ -43,6 +43,10 @@ class PagePlan:
     counts: mx.array
     """The pages of a share and of all, and a counter for each row and tile of queries, which each layer leaves at zero;
     int32."""
+    part_sums: mx.array
+    """Memory for the parts of rows that lie in several shares, (2 S, Q, D) float32. Layers run one after the other."""
+    part_scales: mx.array
+    """The same for their scales, (2 S, Q, 2)."""
     window: int
 
 
@@ -70,15 +74,16 @@ def plan_pages(
     tiles = key_heads * (repeats // tile)
     shares = max(1, PROCESSORS * blocks_of(head_size, tile) // tiles)
     stride = -(-rows * width // shares)
-    pages_SX4, counts = kernel("paged_attention_plan", (("PAGE", PAGE),))(
+    parts = (2 * shares, query_heads)
+    pages_SX4, counts, part_sums, part_scales = kernel("paged_attention_plan", (("PAGE", PAGE),))(
         [tables_BN, lengths_B],
         [rows, width, window, tiles, shares, stride],
         grid=(rows * PLAN_THREADS, 1, 1),
         threadgroup=(PLAN_THREADS, 1, 1),
-        output_shapes=[(shares, stride, 4), (2 + rows * tiles,)],
-        output_dtypes=[mx.int32, mx.int32],
+        output_shapes=[(shares, stride, 4), (2 + rows * tiles,), (*parts, head_size), (*parts, 2)],
+        output_dtypes=[mx.int32, mx.int32, mx.float32, mx.float32],
     )
-    return PagePlan(pages_SX4=pages_SX4, counts=counts, window=window)
+    return PagePlan(pages_SX4=pages_SX4, counts=counts, part_sums=part_sums, part_scales=part_scales, window=window)
 
 
 def append_and_attend(
@@ -124,15 +129,15 @@ def append_and_attend(
         ("SINKS", sinks_Q is not None),
     )
     inputs = [*(place.whole for place in columns), keys_PHTD, values_PHTD, plan.pages_SX4, plan.counts]
-    inputs += [rotary.angles if rotary else plan.counts, *([] if sinks_Q is None else [sinks_Q])]
-    parts = (2 * shares, query_heads)
-    attended_BW, *_ = kernel("paged_attention", defines, shared_memory=shared_bytes(size, tile, dims))(
+    inputs += [plan.part_sums, plan.part_scales, rotary.angles if rotary else plan.counts]
+    inputs += [] if sinks_Q is None else [sinks_Q]
+    (attended_BW,) = kernel("paged_attention", defines, shared_memory=shared_bytes(size, tile, dims))(
         inputs,
         [stride, plan.window, scale * math.log2(math.e), *numbers],
         grid=(shares * heads * (repeats // tile) * 32 * WARPS, 1, 1),
         threadgroup=(32 * WARPS, 1, 1),
-        output_shapes=[(rows, query_heads * size), (*parts, size), (*parts, 2)],
-        output_dtypes=[dtype, mx.float32, mx.float32],
+        output_shapes=[(rows, query_heads * size)],
+        output_dtypes=[dtype],
     )
     return shaped(attended_BW, (rows, query_heads, 1, size))
 
