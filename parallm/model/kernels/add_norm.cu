@@ -113,7 +113,7 @@ extern "C" __global__ void add_norm(const Y* y, const T* other, const T* weight,
   for (int first = threadIdx.x / 32 * LINES; first < SHRUNK; first += THREADS / 32 * LINES) {
     float products[LINES] = {};
     if (has_version)
-#pragma unroll 2
+#pragma unroll 4
       for (int start = lane * P::size; start < SIZE; start += 32 * P::size) {
         const P own = line[start / P::size];
         P of_line[LINES];

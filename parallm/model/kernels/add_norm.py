@@ -18,7 +18,7 @@ from parallm.model.kernels.segmented_lora import GroupWeights, ShrinkOutput
 DTYPES = (mx.bfloat16, mx.float16)
 MAX_CHUNKS = 8
 MAX_FACTORS = 1 << 16  # values of B that a block reads: rank 16 of an 8B shape, the most that was tried
-MAX_SHRUNK = 1 << 17  # values of the next A that a block reads: rank 16 of three targets of a 3B shape
+MAX_SHRUNK = 1 << 16  # values of the next A that a block reads: rank 16 of three targets of a 0.5B shape
 
 
 def fits(parts_SBTH: mx.array, stream_BTH: mx.array, lora: ShrinkOutput | None = None) -> bool:

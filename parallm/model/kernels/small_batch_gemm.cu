@@ -64,8 +64,61 @@ extern "C" __global__ void small_batch_gemm(const T* x, const T* weight,
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
   };
+#if PLUS
+  // B's rows lie across the outputs, so its numbers are turned one by one.
+  constexpr int widths[] = {WIDTHS}, ranks[] = {RANKS}, COLUMNS = (K + 31) / 32 * 32;
+  auto fetch_ranks = [&](int stage) {
+    char* to = shared + stage * STAGE;
+#pragma unroll 4
+    for (int i = threadIdx.x; i < TILE * COLUMNS; i += THREADS) {
+      const int of_tile = i % TILE, k = i / TILE;
+      int output = first + of_tile < outputs ? output_of(first + of_tile) : -1, r = k;
+      int own_width = widths[0], rank = ranks[0];
+      int64_t start = starts[1];
+#pragma unroll
+      for (int s = 1; s < TARGETS; s++)
+        if (output >= own_width) {
+          output -= own_width;
+          r -= rank;
+          own_width = widths[s];
+          rank = ranks[s];
+          start = starts[1 + s];
+        }
+      const bool is_own = output >= 0 && r >= 0 && r < rank;
+      *reinterpret_cast<T*>(to + of_tile * PITCH + k * int(sizeof(T))) =
+          is_own ? factors[start + int64_t(r) * own_width + output] : T(0.0f);
+    }
+#pragma unroll 2
+    for (int i = threadIdx.x; i < TILES * COLUMNS; i += THREADS) {
+      const int row = i / (COLUMNS / 8), k = i % (COLUMNS / 8) * 8;
+      uint4 values = make_uint4(0, 0, 0, 0);
+      if (row < rows && k < K) values = *reinterpret_cast<const uint4*>(shrunk + int64_t(row) * K + k);
+      *reinterpret_cast<uint4*>(to + TILE * PITCH + row * PITCH_X + k * int(sizeof(T))) = values;
+    }
+    __syncthreads();
+  };
+#endif
   float sum[TILES][4] = {};
-  auto multiply_units = [&](int stage, int units) {
+  int stage = 0;  // of the chunk that is fetched
+#pragma unroll 1
+  for (int chunk = begin - STAGES + 1; chunk < end; chunk++) {
+    if (chunk >= begin) {
+      asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
+      __syncthreads();
+    }
+    fetch(chunk + STAGES - 1, stage);
+    stage = stage == STAGES - 1 ? 0 : stage + 1;  // and of the one that is multiplied
+    int units = (width - chunk * CHUNK) / 32;
+#if PLUS
+    if (chunk == begin - 1) {  // LoRA's ranks are a chunk of their own, while the first ones come
+      fetch_ranks(stage);
+      units = COLUMNS / 32;
+    } else if (chunk < begin) {
+      continue;
+    }
+#else
+    if (chunk < begin) continue;
+#endif
     const char* weights = shared + stage * STAGE + (across * 16 + group * 2) * PITCH + quad * 16;
     const char* given = shared + stage * STAGE + TILE * PITCH + group * PITCH_X + quad * 16;
 #pragma unroll
@@ -80,52 +133,7 @@ extern "C" __global__ void small_batch_gemm(const T* x, const T* weight,
         multiply<T>(sum[n], even.z, odd.z, even.w, odd.w, row.z, row.w);
       }
     }
-  };
-  int stage = 0;  // of the chunk that is fetched
-#pragma unroll 1
-  for (int chunk = begin - STAGES + 1; chunk < end; chunk++) {
-    if (chunk >= begin) {
-      asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
-      __syncthreads();
-    }
-    fetch(chunk + STAGES - 1, stage);
-    stage = stage == STAGES - 1 ? 0 : stage + 1;  // and of the one that is multiplied
-    if (chunk < begin) continue;
-    multiply_units(stage, (width - chunk * CHUNK) / 32);
   }
-#if PLUS
-  // One more chunk, of LoRA's ranks: B's rows lie across the outputs, so numbers are turned one by one.
-  constexpr int widths[] = {WIDTHS}, ranks[] = {RANKS}, COLUMNS = (K + 31) / 32 * 32;
-  asm volatile("cp.async.wait_group 0;" ::: "memory");
-  __syncthreads();
-#pragma unroll 4
-  for (int i = threadIdx.x; i < TILE * COLUMNS; i += THREADS) {
-    const int of_tile = i % TILE, k = i / TILE;
-    int output = first + of_tile < outputs ? output_of(first + of_tile) : -1, r = k, width_of = widths[0], rank = ranks[0];
-    int64_t begin = starts[1];
-#pragma unroll
-    for (int s = 1; s < TARGETS; s++)
-      if (output >= width_of) {
-        output -= width_of;
-        r -= rank;
-        width_of = widths[s];
-        rank = ranks[s];
-        begin = starts[1 + s];
-      }
-    const bool is_own = output >= 0 && r >= 0 && r < rank;
-    const T value = is_own ? factors[begin + int64_t(r) * width_of + output] : T(0.0f);
-    *reinterpret_cast<T*>(shared + of_tile * PITCH + k * int(sizeof(T))) = value;
-  }
-#pragma unroll 1
-  for (int i = threadIdx.x; i < TILES * 8 * COLUMNS / 8; i += THREADS) {
-    const int row = i / (COLUMNS / 8), k = i % (COLUMNS / 8) * 8;
-    uint4 values = make_uint4(0, 0, 0, 0);
-    if (row < rows && k < K) values = *reinterpret_cast<const uint4*>(shrunk + int64_t(row) * K + k);
-    *reinterpret_cast<uint4*>(shared + TILE * PITCH + row * PITCH_X + k * int(sizeof(T))) = values;
-  }
-  __syncthreads();
-  multiply_units(0, COLUMNS / 32);
-#endif
   if (DEEP > 1) {
     asm volatile("cp.async.wait_group 0;" ::: "memory");
     __syncthreads();

@@ -479,7 +479,7 @@ FACES: dict[str, Face] = {
     "add parts, normalize and multiply by A": lambda dtype: normalize(
         dtype, size=1024, splits=4, versions=1, next_ranks=(16, 16, 16)
     ),
-    "add, normalize and multiply by A": lambda dtype: normalize(dtype, size=4096, splits=1, next_ranks=(8, 24)),
+    "add, normalize and multiply by A": lambda dtype: normalize(dtype, size=2048, splits=1, next_ranks=(8, 24)),
     "add and normalize, LoRA of versions": lambda dtype: normalize(dtype, size=8192, splits=1, versions=2),
     "convolve": lambda dtype: convolve(dtype, channels=6144, has_bias=False),
     "convolve, biased": lambda dtype: convolve(dtype, channels=48, has_bias=True),

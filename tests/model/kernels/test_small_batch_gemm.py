@@ -192,11 +192,11 @@ def random_plus(rows: int, inputs: int, widths: list[int], ranks: list[int], *, 
 
 PLUS_MUTANTS = {
     "the next target's ranks": ("r -= rank;", ""),
-    "the next target's outputs": ("output -= width_of;", ""),
-    "B of the first target": ("begin = starts[1 + s]", "begin = starts[1]"),
+    "the next target's outputs": ("output -= own_width;", ""),
+    "B of the first target": ("start = starts[1 + s]", "start = starts[1]"),
     "another target's ranks count": ("r >= 0 && r < rank", "r >= 0 && r < K"),
     "rows of other rows": ("int64_t(row) * K + k", "k"),
-    "some of the ranks": ("multiply_units(0, COLUMNS / 32)", "multiply_units(0, 1)"),
+    "some of the ranks": ("units = COLUMNS / 32", "units = 1"),
 }
 
 
