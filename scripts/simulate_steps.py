@@ -170,6 +170,8 @@ def main() -> int:
     parser.add_argument("--failure-hours", type=float, default=50_000.0, help="of a device (%(default)s)")
     arguments = parser.parse_args()
     runs = [read(path) for path in arguments.runs]
+    if short := [str(path) for path, rows in zip(arguments.runs, runs, strict=True) if len(rows) < 2]:
+        parser.error(f"{', '.join(short)}: fewer than 2 steps, and a step is timed from the end of the one before")
     costs = calibrated(runs[0], arguments.row_tokens, arguments.shortest)
     cluster = Cluster(load=arguments.load_seconds, failure_hours=arguments.failure_hours)
     predict = partial(simulated, costs=costs, cluster=cluster, vector_bytes=arguments.vector_mb * 1e6)
@@ -193,7 +195,7 @@ def main() -> int:
 def read(path: Path) -> list[dict[str, Any]]:
     """The rows of a run after its first steps, in which it compiles."""
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    return rows[WARM_UP:] or rows
+    return rows[WARM_UP:] if len(rows) > WARM_UP + 1 else rows
 
 
 def mean(rows: Sequence[Mapping[str, Any]], name: str) -> float:

@@ -36,7 +36,8 @@ DTYPES = (mx.bfloat16, mx.float16)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PagePlan:
-    """The pages that a step's rows see in equal shares, for layers of one window."""
+    """The pages that a step's rows see in equal shares, for layers of one window. Each layer must depend on what the
+    one before has attended to: all write into the same arrays."""
 
     pages_SX4: mx.array
     """Row, page, first position, row's length; int32."""
@@ -44,7 +45,7 @@ class PagePlan:
     """The pages of a share and of all, and a counter for each row and tile of queries, which each layer leaves at zero;
     int32."""
     part_sums: mx.array
-    """Memory for the parts of rows that lie in several shares, (2 S, Q, D) float32. Layers run one after the other."""
+    """Memory for the parts of rows that lie in several shares, (2 S, Q, D) float32."""
     part_scales: mx.array
     """The same for their scales, (2 S, Q, 2)."""
     window: int
@@ -101,7 +102,8 @@ def append_and_attend(
     """Write row b's new key and value at its length's position, in place, and attend to what the plan says, and to the
     new position; (B, Q, 1, D). The pool may be its first page alone, a view.
 
-    No two rows write in the same page, but for rows of length 0 that nothing reads. The write happens when the result
+    No two rows write in the same page, but for rows of length 0 that nothing reads, and the queries depend on what was
+    attended to with the same plan before. The write happens when the result
     is evaluated. With a `rotary`, queries and new keys are rotated first. `sinks_Q` are float32.
     """
     rows, query_heads, _, size = queries_BQ1D.shape

@@ -234,7 +234,8 @@ def order_rows(index_B: Sequence[int], num_versions: int) -> mx.array:
     return interned_array((*pairs, *[(0, NO_ADAPTER)] * missing), mx.int32)
 
 
-def order_tokens(index_M: npt.NDArray[np.int32]) -> mx.array:
-    """The same for tokens of prompts; in their own order where products of all tokens read it."""
-    order_M = np.arange(index_M.size) if index_M.size >= MIN_LONG else np.argsort(index_M, kind="stable")
+def order_tokens(index_M: npt.NDArray[np.int32], num_versions: int) -> mx.array:
+    """The same for tokens of prompts; in their own order, too, where products of all tokens read it."""
+    is_sorted = num_versions > 1 and index_M.size < MIN_LONG
+    order_M = np.argsort(index_M, kind="stable") if is_sorted else np.arange(index_M.size)
     return mx.array(np.stack([order_M, index_M[order_M]], axis=1).astype(np.int32))

@@ -233,7 +233,9 @@ def _cached(cache: OrderedDict[CacheKey, Value], key: CacheKey, size: int, make:
 
 def _flat_lora(weights: PackedLora, index_M: npt.NDArray[np.int32]) -> SegmentedLora:
     rows = _index_of_rows(index_M, weights)
-    return SegmentedLora(weights=weights, order_B2=order_tokens(index_M), index_B=rows, is_flat=True)
+    return SegmentedLora(
+        weights=weights, order_B2=order_tokens(index_M, weights.num_versions), index_B=rows, is_flat=True
+    )
 
 
 def _index_of_rows(index_B: Sequence[int] | npt.NDArray[np.int32], weights: PackedLora) -> mx.array | None:

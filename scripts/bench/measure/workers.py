@@ -85,8 +85,9 @@ def scaling(request: Request) -> Iterator[Figures]:
     ahead, by one worker, too. Strong: samples/s of 512 rows x 512 on all, over as many times one worker's. Single
     processes run beside each other, on a GPU each.
 
-    Straggler bound: the weak scaling of as many independent runs of one worker each, if they waited for the slowest of
-    them after sampling and after the update: synchronous steps cannot do better on this host."""
+    Straggler bound: the weak scaling of as many independent runs of one worker each, if they had waited for the slowest
+    of them after sampling and after the update: what stragglers alone cost, as far as this host is as noisy a minute
+    later."""
     weak = Job(shape="0.5b", rows=128, tokens=256, steps=15)
     strong = Job(shape="0.5b", rows=512, tokens=512, steps=2, warm_up=1)
     large = Job(shape="8b", rows=128, tokens=256, steps=3, warm_up=1)

@@ -155,7 +155,7 @@ def test_what_forgets_a_part_of_lora_is_found(mutant: str, kernels: CpuKernels) 
 SHRINK_CASES: dict[str, tuple[list[int], int, list[int]]] = {
     "a row without a version": ([0, -1, 0], 896, [16, 8, 8]),
     "short rows": ([0, 0], 64, [8]),
-    "rows of several vectors": ([0], 1536, [24, 24]),
+    "rows of several vectors": ([0], 1536, [16, 24]),
 }
 """Versions of rows, size, and ranks of the targets that follow."""
 SHRINK_MUTANTS = {

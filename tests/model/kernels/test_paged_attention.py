@@ -1,7 +1,6 @@
 """Attention of a step over pages against plain indexing: the kernel's source on a CPU, the kernel on a GPU."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -217,7 +216,10 @@ def test_layers_share_a_plan_and_give_the_same_bits_again() -> None:
     case = Case(lengths=(*range(0, 900, 9),))
     step = step_of(case)
     plan = plan_pages(step.tables, step.lengths, query_heads=8, key_heads=2, head_size=64)
-    found: list[Any] = [append_and_attend(*step.heads, *step.pools, plan, scale=SCALE) for _ in range(9)]
+    found: list[mx.array] = []
+    for _ in range(9):
+        found.append(append_and_attend(*step.heads, *step.pools, plan, scale=SCALE))
+        mx.eval(found)  # as layers do, each waits for the one before
     assert all(mx.array_equal(found[0], other).item() for other in found)
 
 

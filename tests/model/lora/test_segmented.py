@@ -119,10 +119,12 @@ def test_tokens_of_several_versions_go_through_plain_products(widths: list[int],
 @pytest.mark.parametrize("tokens", [MIN_LONG - 1, MIN_LONG])
 def test_pairs_of_many_tokens_keep_their_order(tokens: int) -> None:
     index_M = np.arange(tokens, dtype=np.int32) % 3 - 1
-    order_M2 = np.array(order_tokens(index_M))
+    order_M2 = np.array(order_tokens(index_M, 2))
     assert (order_M2[:, 1] == index_M[order_M2[:, 0]]).all()
     assert sorted(order_M2[:, 0]) == list(range(tokens))
     assert (np.diff(order_M2[:, 1]) >= 0).all() == (tokens < MIN_LONG), "kernels want rows of a version side by side"
+    ones_M2 = np.array(order_tokens(np.minimum(index_M, 0), 1))
+    assert (ones_M2[:, 0] == np.arange(tokens)).all(), "and rows of one version where they are"
 
 
 @needs_cuda
