@@ -1,5 +1,6 @@
 """The kernel is compared with MLX's operations; these cases are skipped without a GPU that has it."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -168,7 +169,7 @@ class Plus:
         return y + mx.concatenate(products, axis=1)[:, None]
 
     def furthest(self, *, is_gated: bool = False) -> float:
-        """The largest difference over the largest number."""
+        """The largest difference over the largest number; NaN, which a mutant may read behind the weights, is the most."""
         found, _ = small_batch_gemm(self.x, self.linear, None, is_whole=True, is_gated=is_gated, added=self.added)
         wanted = self.wanted()
         if is_gated:
@@ -176,7 +177,7 @@ class Plus:
             wanted = nn.silu(gate) * up
         assert found.shape == (1, *wanted.shape)
         distance: float = (mx.abs(found[0].astype(mx.float32) - wanted).max() / mx.abs(wanted).max()).item()
-        return distance
+        return math.inf if math.isnan(distance) else distance
 
 
 def random_plus(rows: int, inputs: int, widths: list[int], ranks: list[int], *, bias: bool, dtype: mx.Dtype) -> Plus:
