@@ -169,7 +169,7 @@ class Plus:
         return y + mx.concatenate(products, axis=1)[:, None]
 
     def furthest(self, *, is_gated: bool = False) -> float:
-        """The largest difference over the largest number; NaN, which a mutant may read behind the weights, is the most."""
+        """The largest difference over the largest number; NaN, which a mutant may read behind weights, is the most."""
         found, _ = small_batch_gemm(self.x, self.linear, None, is_whole=True, is_gated=is_gated, added=self.added)
         wanted = self.wanted()
         if is_gated:
