@@ -172,6 +172,8 @@ def main() -> int:
     runs = [read(path) for path in arguments.runs]
     if short := [str(path) for path, rows in zip(arguments.runs, runs, strict=True) if len(rows) < 2]:
         parser.error(f"{', '.join(short)}: fewer than 2 steps, and a step is timed from the end of the one before")
+    if any(row.get("exchange/wait_seconds") is not None or row.get("offpolicy/lag_max") for row in runs[0]):
+        parser.error(f"{arguments.runs[0]}: the first run must be one of a single worker, without steps sampled ahead")
     costs = calibrated(runs[0], arguments.row_tokens, arguments.shortest)
     cluster = Cluster(load=arguments.load_seconds, failure_hours=arguments.failure_hours)
     predict = partial(simulated, costs=costs, cluster=cluster, vector_bytes=arguments.vector_mb * 1e6)

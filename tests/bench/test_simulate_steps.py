@@ -74,3 +74,20 @@ def test_the_script_compares_its_predictions_with_what_was_measured(tmp_path: Pa
     command = [sys.executable, str(ROOT / "scripts" / "simulate_steps.py"), "1.jsonl", "2.jsonl"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert "2 workers: step 2.600 s, predicted 2.600; efficiency 1.000, predicted 1.000" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (rows(1)[:1], "fewer than 2 steps"),
+        (rows(2, **{"exchange/wait_seconds": 0.0}), "must be one of a single worker"),
+        (rows(1, **{"offpolicy/lag_max": 1}), "without steps sampled ahead"),
+    ],
+)
+def test_a_run_that_tells_no_costs_is_named(given: list[dict[str, float]], expected: str, tmp_path: Path) -> None:
+    (tmp_path / "1.jsonl").write_text("\n".join(map(json.dumps, given)))
+    command = [sys.executable, str(ROOT / "scripts" / "simulate_steps.py"), "1.jsonl"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "1.jsonl" in done.stderr
+    assert expected in done.stderr

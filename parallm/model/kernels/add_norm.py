@@ -40,8 +40,8 @@ def fits(parts_SBTH: mx.array, stream_BTH: mx.array, lora: ShrinkOutput | None =
 def can_shrink(stream_BTH: mx.array, weights: GroupWeights) -> bool:
     """Whether `add_norm` can multiply rows by A of `weights`: of one version, as several need rows in another order."""
     columns, size = sum(weights.layout.ranks), stream_BTH.shape[-1]
-    is_next = weights.array_VN.shape[0] == 1 and weights.num_inputs == size
-    return is_next and columns * size <= MAX_SHRUNK and weights.array_VN.dtype == stream_BTH.dtype
+    has_one = weights.array_VN.shape[0] == 1 and weights.num_inputs == size
+    return has_one and columns * size <= MAX_SHRUNK and weights.array_VN.dtype == stream_BTH.dtype
 
 
 def add_norm(

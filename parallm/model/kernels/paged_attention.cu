@@ -23,9 +23,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 #if SINKS
                     const float* sinks,
 #endif
-                    T* attended, int stride, int window, float log2_scale,
-                    int queries_start, int queries_pitch, int keys_start, int keys_pitch, int values_start,
-                    int values_pitch) {
+                    T* attended, int stride, int window, float log2_scale, int queries_start, int queries_pitch,
+                    int keys_start, int keys_pitch, int values_start, int values_pitch) {
   constexpr int KEYS = PAGE / WARPS, BUFFER = 2 * KEYS * PITCH;  // of a warp: keys, then values
   constexpr int TILES = REPEATS / TILE, QUERIES = HEADS * REPEATS, HALVES = (TILE + 7) / 8;
   constexpr int ANGLES = 2 * DIMS, SIDE = TILE * PITCH + 2 * ANGLES;  // queries, their angles, those of the new key

@@ -103,8 +103,8 @@ def append_and_attend(
     new position; (B, Q, 1, D). The pool may be its first page alone, a view.
 
     No two rows write in the same page, but for rows of length 0 that nothing reads, and the queries depend on what was
-    attended to with the same plan before. The write happens when the result
-    is evaluated. With a `rotary`, queries and new keys are rotated first. `sinks_Q` are float32.
+    attended to with the same plan before. The write happens when the result is evaluated. With a `rotary`, queries and
+    new keys are rotated first. `sinks_Q` are float32.
     """
     rows, query_heads, _, size = queries_BQ1D.shape
     heads, dtype = keys_PHTD.shape[1], keys_PHTD.dtype

@@ -1,9 +1,8 @@
 // Lists the pages that a step's rows see, one row after the other, in shares of as many pages: row, page, first
 // position, row's length. Share s begins at entry s `stride`; row -1 says that it is empty. `counts` are the pages of a
-// share, the pages of all, and a zero for each of `heads` of each row. `part_sums` and `part_scales` stay as they are: memory
-// for the layers, which run one after the other, since each array of a launch takes the host a microsecond. Rows have
-// `width` pages in `tables` and see `lengths` + 1 positions, the newest `window` (0: all). A block for each row. PAGE
-// positions.
+// share, the pages of all, and a zero for each of `heads` of each row. `part_sums` and `part_scales` are not written: they
+// are memory that the layers use one after the other, since the host allocates each array of a launch. Rows have `width`
+// pages in `tables` and see `lengths` + 1 positions, the newest `window` (0: all). A block for each row. PAGE positions.
 
 extern "C" __global__ void paged_attention_plan(const int* tables, const int* lengths, int4* pages, int* counts,
                                                 float* part_sums, float* part_scales, int rows, int width, int window,

@@ -72,7 +72,7 @@ class Job:
         **{f"workers.8b.weak_{size}": Bar(min=0.97 if size == 2 else 0.95, needs=f"gpus{size}") for size in (2, 4)},
         **{f"workers.ahead_{size}": Bar(min=0.97 if size == 2 else 0.95, needs=f"gpus{size}") for size in (2, 4)},
         **{f"workers.strong_{size}": Bar(min=0.85, needs=f"gpus{size}") for size in (2, 4)},
-        **{f"workers.straggler_bound_{size}": Bar() for size in (2, 4)},
+        **{f"workers.straggler_estimate_{size}": Bar() for size in (2, 4)},
         "workers.exchange_fraction": Bar(max=0.01, needs="gpus2"),
         "workers.8b.exchange_fraction": Bar(max=0.01, needs="gpus2"),
     },
@@ -85,9 +85,9 @@ def scaling(request: Request) -> Iterator[Figures]:
     ahead, by one worker, too. Strong: samples/s of 512 rows x 512 on all, over as many times one worker's. Single
     processes run beside each other, on a GPU each.
 
-    Straggler bound: the weak scaling of as many independent runs of one worker each, if they had waited for the slowest
-    of them after sampling and after the update: what stragglers alone cost, as far as this host is as noisy a minute
-    later."""
+    Straggler estimate: the weak scaling of as many independent runs of one worker each, if they had waited for the
+    slowest of them after sampling and after the update: what stragglers alone cost, as far as this host is as noisy a
+    minute later."""
     weak = Job(shape="0.5b", rows=128, tokens=256, steps=15)
     strong = Job(shape="0.5b", rows=512, tokens=512, steps=2, warm_up=1)
     large = Job(shape="8b", rows=128, tokens=256, steps=3, warm_up=1)
@@ -106,10 +106,10 @@ def scaling(request: Request) -> Iterator[Figures]:
             found = run(job, workers=size, rows=job.rows * size if is_weak else job.rows)
             show(f"{name}, {size} workers", found)
             figures: Figures = {f"workers.{name}_{size}": speedup(ones[name], found) * (1 if is_weak else 1 / size)}
-            if name == "weak" and request.wants(f"workers.straggler_bound_{size}"):
+            if name == "weak" and request.wants(f"workers.straggler_estimate_{size}"):
                 slowest = slowest_of(apart(job, size))
                 show(f"{name}, the slowest of {size} runs", slowest)
-                figures[f"workers.straggler_bound_{size}"] = speedup(ones[name], slowest)
+                figures[f"workers.straggler_estimate_{size}"] = speedup(ones[name], slowest)
             if size == 2 and name.endswith("weak"):
                 part = median(row["exchange/sum_seconds"] / row[WHOLE] for row in found)
                 figures[f"workers.{name.removesuffix('weak')}exchange_fraction"] = part
