@@ -4,122 +4,144 @@
 // `next_starts` and `next_factors`, where A (SHRUNK, H) of the only version begins at `next_starts[0]`. Outputs `sums`
 // (B, H), rounded as MLX's sum, `normed` (B, H), and if SHRINKS `shrunk` (B, SHRUNK), its products with A, zeros for rows
 // without a version.
-// T type of all arrays but the parts, SPLITS parts, SIZE of H; THREADS and CHUNKS vectors of a thread are those of MLX's
-// kernel, so that sums of squares have its order. K columns of A; SORTED as in expand.cu.
+// T type of all arrays but the parts, SPLITS parts, SIZE of H; a block has a row, each of the first of its BLOCK threads a
+// vector; THREADS and CHUNKS vectors of a thread are those of MLX's kernel, so that sums of squares have its order. K
+// columns of A; SORTED as in expand.cu.
+// As there, time passes in waiting: what does not depend on each other is fetched together.
 #include "pack.cuh"
 #include "row_scale.cuh"
+#include "mma.cuh"
 
-extern "C" __global__ void add_norm(const Y* y, const T* other, const T* weight,
+extern "C" __global__ void __launch_bounds__(BLOCK) add_norm(const Y* y, const T* other, const T* weight,
 #if HAS_LORA
-                                    const float* hidden, const int* order, const int* starts, const T* factors,
+                                                             const float* hidden, const int* order, const int* starts,
+                                                             const T* factors,
 #endif
 #if SHRINKS
-                                    const int* next_order, const int* next_starts, const T* next_factors,
+                                                             const int* next_order, const int* next_starts,
+                                                             const T* next_factors,
 #endif
-                                    T* sums, T* normed,
+                                                             T* sums, T* normed,
 #if SHRINKS
-                                    T* shrunk,
+                                                             T* shrunk,
 #endif
-                                    float eps, int rows
+                                                             float eps, int rows
 #if HAS_LORA
-                                    , int num_parts, int versions, int numbers_of_version
+                                                             , int num_parts, int versions, int numbers_of_version
 #endif
 ) {
   using P = Pack<T>;
   struct alignas(16) Given {
     Y values[P::size];
   };
+  const int start = threadIdx.x * P::size;
+  const bool is_inside = start < SIZE;
+#if HAS_LORA || SHRINKS
+  extern __shared__ __align__(128) char shared[];  // B, and the next A
+  const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(shared));
+#endif
 #if HAS_LORA
-  constexpr int AT_ONCE = K % 16 == 0 ? 16 : 8;  // rows of B
   const int64_t row = SORTED ? order[2 * blockIdx.x] : blockIdx.x, version = order[2 * blockIdx.x + 1];
-  const T* b = factors + version * numbers_of_version + starts[1];
-  __shared__ float totals[K];
-  if (version >= 0)
-    for (int k = threadIdx.x; k < K; k += THREADS) {
-      float total = 0.0f;
+  const bool has_lora = version >= 0 && is_inside;
+  const T* b = factors + version * numbers_of_version + starts[1] + start;
+  if (has_lora)
 #pragma unroll 4
-      for (int p = 0; p < num_parts; p++) total += hidden[((int64_t(p) * rows + row) * versions + version) * K + k];
-      totals[k] = total;
-    }
-  __syncthreads();
+    for (int r = 0; r < K; r++) copy_async(to + (r * SIZE + start) * int(sizeof(T)), b + int64_t(r) * SIZE);
+  asm volatile("cp.async.commit_group;" ::: "memory");
 #else
   const int64_t row = blockIdx.x;
 #endif
-  P stream[CHUNKS];
-  float squares = 0.0f;
-#pragma unroll
-  for (int c = 0; c < CHUNKS; c++) {
-    const int start = (c * THREADS + threadIdx.x) * P::size;
-    if (start < SIZE) {
-      Given given[SPLITS];
-#pragma unroll
-      for (int s = 0; s < SPLITS; s++)
-        given[s] = *reinterpret_cast<const Given*>(y + (int64_t(s) * rows + row) * SIZE + start);
-      const P before = *reinterpret_cast<const P*>(other + row * SIZE + start);
-      float total[P::size] = {};
-#if HAS_LORA
-#pragma unroll 1
-      for (int r = 0; version >= 0 && r < K; r += AT_ONCE) {
-        P of_rank[AT_ONCE];
-#pragma unroll
-        for (int u = 0; u < AT_ONCE; u++) of_rank[u] = *reinterpret_cast<const P*>(b + int64_t(r + u) * SIZE + start);
-#pragma unroll
-        for (int u = 0; u < AT_ONCE; u++)
-#pragma unroll
-          for (int j = 0; j < P::size; j++) total[j] += totals[r + u] * float(of_rank[u].values[j]);
-      }
+#if SHRINKS
+  const bool has_version = next_order[2 * row + 1] >= 0;
+  const T* a = next_factors + next_starts[0];
+  if (has_version)
+#pragma unroll 2
+    for (int i = threadIdx.x * P::size; i < SHRUNK * SIZE; i += BLOCK * P::size)
+      copy_async(to + (K * SIZE + i) * int(sizeof(T)), a + i);
+  asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
+  Given given[SPLITS];
+  P before, factor;
+  if (is_inside) {
 #pragma unroll
-      for (int j = 0; j < P::size; j++) {
-#pragma unroll
-        for (int s = 0; s < SPLITS; s++) total[j] += float(given[s].values[j]);
-        stream[c].values[j] = T(total[j] + float(before.values[j]));
-      }
-      *reinterpret_cast<P*>(sums + row * SIZE + start) = stream[c];
-    } else {
-#pragma unroll
-      for (int j = 0; j < P::size; j++) stream[c].values[j] = T(0.0f);
+    for (int s = 0; s < SPLITS; s++)
+      given[s] = *reinterpret_cast<const Given*>(y + (int64_t(s) * rows + row) * SIZE + start);
+    before = *reinterpret_cast<const P*>(other + row * SIZE + start);
+    factor = *reinterpret_cast<const P*>(weight + start);
+  }
+  float total[P::size] = {};
+#if HAS_LORA
+  __shared__ float totals[K];
+  if (version >= 0)
+    for (int k = threadIdx.x; k < K; k += BLOCK) {
+      float of_parts = 0.0f;
+#pragma unroll 4
+      for (int p = 0; p < num_parts; p++) of_parts += hidden[((int64_t(p) * rows + row) * versions + version) * K + k];
+      totals[k] = of_parts;
     }
+  asm volatile("cp.async.wait_group %0;" ::"n"(SHRINKS) : "memory");
+  __syncthreads();
+  if (has_lora)
+#pragma unroll 4
+    for (int r = 0; r < K; r++) {
+      const P of_rank = *reinterpret_cast<const P*>(shared + (r * SIZE + start) * int(sizeof(T)));
 #pragma unroll
-    for (int j = 0; j < P::size; j++) {
-      const float value = float(stream[c].values[j]);
-      squares += value * value;
+      for (int j = 0; j < P::size; j++) total[j] += totals[r] * float(of_rank.values[j]);
+    }
+#endif
+  P stream;
+#pragma unroll
+  for (int j = 0; j < P::size; j++) {
+    if (is_inside) {
+#pragma unroll
+      for (int s = 0; s < SPLITS; s++) total[j] += float(given[s].values[j]);
+      stream.values[j] = T(total[j] + float(before.values[j]));
+    } else {
+      stream.values[j] = T(0.0f);
     }
   }
-  const float scale = row_scale(squares, eps);
-#if SHRINKS
+  if (is_inside) *reinterpret_cast<P*>(sums + row * SIZE + start) = stream;
   __shared__ P line[SIZE / P::size];
-#endif
+  float squares = 0.0f;
+  auto add_squares = [&](const P& of) {
 #pragma unroll
-  for (int c = 0; c < CHUNKS; c++) {
-    const int start = (c * THREADS + threadIdx.x) * P::size;
-    if (start >= SIZE) break;
-    const P factors = *reinterpret_cast<const P*>(weight + start);
+    for (int j = 0; j < P::size; j++) squares += float(of.values[j]) * float(of.values[j]);
+  };
+  if (CHUNKS == 1) {
+    add_squares(stream);
+  } else {
+    if (is_inside) line[threadIdx.x] = stream;
+    __syncthreads();
+#pragma unroll 1
+    for (int v = threadIdx.x; threadIdx.x < THREADS && v < SIZE / P::size; v += THREADS) add_squares(line[v]);
+  }
+  const float scale = row_scale(squares, eps);
+  if (is_inside) {
     P values;
 #pragma unroll
     for (int j = 0; j < P::size; j++)
-      values.values[j] = T(float(factors.values[j]) * float(T(float(stream[c].values[j]) * scale)));
+      values.values[j] = T(float(factor.values[j]) * float(T(float(stream.values[j]) * scale)));
     *reinterpret_cast<P*>(normed + row * SIZE + start) = values;
 #if SHRINKS
-    line[start / P::size] = values;
+    line[threadIdx.x] = values;
 #endif
   }
 #if SHRINKS
+  asm volatile("cp.async.wait_group 0;" ::: "memory");
   __syncthreads();
-  constexpr int LINES = 4;  // of A, which a warp reads together
-  const bool has_version = next_order[2 * row + 1] >= 0;
+  constexpr int LINES = 4;  // of A, that a warp multiplies together
   const int lane = threadIdx.x % 32;
-  const T* a = next_factors + next_starts[0];
 #pragma unroll 1
-  for (int first = threadIdx.x / 32 * LINES; first < SHRUNK; first += THREADS / 32 * LINES) {
+  for (int first = threadIdx.x / 32 * LINES; first < SHRUNK; first += BLOCK / 32 * LINES) {
     float products[LINES] = {};
     if (has_version)
-#pragma unroll 4
-      for (int start = lane * P::size; start < SIZE; start += 32 * P::size) {
-        const P own = line[start / P::size];
+#pragma unroll 1
+      for (int v = lane; v < SIZE / P::size; v += 32) {
+        const P own = line[v];
         P of_line[LINES];
 #pragma unroll
-        for (int u = 0; u < LINES; u++) of_line[u] = *reinterpret_cast<const P*>(a + int64_t(first + u) * SIZE + start);
+        for (int u = 0; u < LINES; u++)
+          of_line[u] = reinterpret_cast<const P*>(shared)[(K + first + u) * (SIZE / P::size) + v];
 #pragma unroll
         for (int u = 0; u < LINES; u++)
 #pragma unroll

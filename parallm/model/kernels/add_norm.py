@@ -2,9 +2,9 @@
 
 Both read and write a few kilobytes a row, so what they take is what two kernels take to start, 64 times a step of an 8B
 model. `patches/forward.py` finds the pairs. Sums are rounded as MLX rounds them, and squares are added in its order.
-LoRA's product with B is part of the kernel, in the order of `expand` (`segmented_lora.py`), where B is small: here one
-block reads all of it for each row. So is the product of what is normed with A of the targets that come next: then their
-own product adds theirs with B (`small_batch_gemm.py`), and no kernel is left between them.
+LoRA's product with B is part of the kernel, in the order of `expand` (`segmented_lora.py`), where B is small: here each
+row's block holds all of it. So is the product of what is normed with A of the targets that come next: then their own
+product adds theirs with B (`small_batch_gemm.py`), and no kernel is left between them.
 
 Axes: B rows, T tokens, H hidden, S parts of a sum.
 """
@@ -12,13 +12,15 @@ Axes: B rows, T tokens, H hidden, S parts of a sum.
 import mlx.core as mx
 
 from parallm.model.kernels.columns import shaped
-from parallm.model.kernels.cuda import VECTOR_BYTES, has_kernels, kernel
+from parallm.model.kernels.cuda import VECTOR_BYTES, has_kernels, kernel, max_shared_bytes
 from parallm.model.kernels.segmented_lora import GroupWeights, ShrinkOutput
 
 DTYPES = (mx.bfloat16, mx.float16)
 MAX_CHUNKS = 8
-MAX_FACTORS = 1 << 16  # values of B that a block reads: rank 16 of an 8B shape, the most that was tried
-MAX_SHRUNK = 1 << 16  # values of the next A that a block reads: rank 16 of three targets of a 0.5B shape
+MAX_FACTORS = 1 << 16  # values of B that a block holds: rank 16 of an 8B shape, the most that was tried
+MAX_WITH_NEXT = 104 << 10  # values of B and the next A, which Hopper has room for: rank 16 of a 1.5B shape
+BYTES_OF_ROW = 20 << 10  # shared memory for the row itself, and for sums
+THREADS_OF_COLUMN, MAX_THREADS_OF_COLUMNS = 8, 512
 
 
 def fits(parts_SBTH: mx.array, stream_BTH: mx.array, lora: ShrinkOutput | None = None) -> bool:
@@ -33,15 +35,22 @@ def fits(parts_SBTH: mx.array, stream_BTH: mx.array, lora: ShrinkOutput | None =
         and parts_SBTH.dtype in (stream_BTH.dtype, mx.float32)
         and size % _values(stream_BTH.dtype) == 0
         and threads_and_chunks(size, stream_BTH.dtype)[1] <= MAX_CHUNKS
-        and (lora is None or sum(lora.weights.layout.ranks) * size <= MAX_FACTORS)
+        and (lora is None or _holds(sum(lora.weights.layout.ranks) * size, stream_BTH.dtype))
     )
 
 
-def can_shrink(stream_BTH: mx.array, weights: GroupWeights) -> bool:
-    """Whether `add_norm` can multiply rows by A of `weights`: of one version, as several need rows in another order."""
-    columns, size = sum(weights.layout.ranks), stream_BTH.shape[-1]
+def _holds(factors: int, dtype: mx.Dtype) -> bool:
+    """Whether a block holds as many values of B."""
+    return factors <= MAX_FACTORS and factors * dtype.size + BYTES_OF_ROW <= max_shared_bytes()
+
+
+def can_shrink(stream_BTH: mx.array, lora: ShrinkOutput | None, weights: GroupWeights) -> bool:
+    """Whether `add_norm`, beside the product of `lora`, can multiply rows by A of `weights` on Hopper: of one version,
+    as several need rows in another order."""
+    size = stream_BTH.shape[-1]
+    columns = sum(weights.layout.ranks) + (sum(lora.weights.layout.ranks) if lora else 0)
     has_one = weights.array_VN.shape[0] == 1 and weights.num_inputs == size
-    return has_one and columns * size <= MAX_SHRUNK and weights.array_VN.dtype == stream_BTH.dtype
+    return has_one and columns * size <= MAX_WITH_NEXT and weights.array_VN.dtype == stream_BTH.dtype
 
 
 def add_norm(
@@ -58,15 +67,17 @@ def add_norm(
     the norm's products with A, (B, K) in the stream's type."""
     splits, *rows, size = parts_SBTH.shape
     threads, chunks = threads_and_chunks(size, stream_BTH.dtype)
+    block = max(threads, -(-size // _values(stream_BTH.dtype) // 32) * 32)
     inputs, sizes = [parts_SBTH, stream_BTH, weight_H], [rows[0] * rows[1]]
     if lora is not None:
         inputs += lora.inputs()
         sizes += [lora.hidden_PBTK.shape[0], *lora.weights.array_VN.shape]
-    columns = 0
+    ranks, columns = sum(lora.weights.layout.ranks) if lora else 0, 0
     if following is not None:
         weights, order_B2 = following
         inputs += [order_B2, weights.starts, weights.array_VN]
         columns = sum(weights.layout.ranks)
+        block = max(block, min(columns * THREADS_OF_COLUMN, MAX_THREADS_OF_COLUMNS))
     defines = (
         ("T", stream_BTH.dtype),
         ("Y", parts_SBTH.dtype),
@@ -74,17 +85,19 @@ def add_norm(
         ("SIZE", size),
         ("THREADS", threads),
         ("CHUNKS", chunks),
+        ("BLOCK", block),
         ("HAS_LORA", lora is not None),
         ("SORTED", lora is not None and lora.weights.is_sorted),
-        ("K", sum(lora.weights.layout.ranks) if lora else 0),
+        ("K", ranks),
         ("SHRINKS", following is not None),
         ("SHRUNK", columns),
     )
-    sums_BTH, normed_BH, *shrunk = kernel("add_norm", defines)(
+    shared_memory = (ranks + columns) * size * stream_BTH.dtype.size
+    sums_BTH, normed_BH, *shrunk = kernel("add_norm", defines, shared_memory=shared_memory)(
         inputs,
         [float(eps), *sizes],
-        grid=(sizes[0] * threads, 1, 1),
-        threadgroup=(threads, 1, 1),
+        grid=(sizes[0] * block, 1, 1),
+        threadgroup=(block, 1, 1),
         output_shapes=[stream_BTH.shape, (sizes[0], size), *([(sizes[0], columns)] if following else [])],
         output_dtypes=[stream_BTH.dtype] * (3 if following else 2),
     )
@@ -92,7 +105,7 @@ def add_norm(
 
 
 def threads_and_chunks(size: int, dtype: mx.Dtype) -> tuple[int, int]:
-    """Threads of a block, and vectors of each, as MLX's kernel has them."""
+    """Threads that sum up squares, and vectors of each, as MLX's kernel has them."""
     vectors = -(-size // _values(dtype))
     if vectors <= 64 or (vectors % 128 and vectors % 64 == 0 and vectors // 64 <= MAX_CHUNKS):
         return 64, -(-vectors // 64)

@@ -3,8 +3,8 @@
 // (K, I) of a version begins at `starts[0]`. Outputs `y` (S, B, T, O) and if HAS_LORA `hidden` (S, B, T, V K): sums
 // over parts of the input, for all versions. If GATED `y` (B, T, O / 2) is SwiGLU of the outputs' halves: silu of an output
 // of the first half by its counterpart, both rounded to Y before; their weights lie beside each other in a tile.
-// If PLUS, which HAS_LORA excludes, the products of `shrunk` (B, K) with B of the only version are added: that of target
-// s (R, O) begins at `starts[1 + s]`, and reads the columns of its own A.
+// If PLUS, which only whole outputs without HAS_LORA have, the products of `shrunk` (B, K) with B of the only version are
+// added: that of target s (R, O) begins at `starts[1 + s]`, and reads the columns of its own A.
 // T type of the input and the weights, Y of the sums, K columns of all A of a group (0: none); WIDE warps side by side
 // compute 16 outputs each, DEEP of them share each sum; TILES of 8 rows; CHUNK values of the input are fetched at once,
 // STAGES such fetches are under way. WIDTHS and RANKS of the TARGETS targets.
@@ -51,6 +51,53 @@ extern "C" __global__ void small_batch_gemm(const T* x, const T* weight,
 #endif
   extern __shared__ __align__(128) char shared[];
   const int column = threadIdx.x % VECTORS, line = threadIdx.x / VECTORS;
+#if PLUS
+  // LoRA's ranks are a chunk after the last one. B lies there as in memory, its outputs beside each other.
+  constexpr int widths[] = {WIDTHS}, ranks[] = {RANKS}, COLUMNS = (K + 31) / 32 * 32;
+  static_assert(COLUMNS <= CHUNK, "the ranks fit in a chunk");
+  int starts_of[TARGETS];
+#pragma unroll
+  for (int s = 0; s < TARGETS; s++) starts_of[s] = starts[1 + s];
+  auto fetch_ranks = [&](char* to) {
+    constexpr int SIDE = GATED ? TILE / 2 : TILE;  // outputs beside each other
+#pragma unroll 1
+    for (int i = threadIdx.x; i < COLUMNS * (TILE / 8); i += THREADS) {
+      const int k = i / (TILE / 8), of_tile = i % (TILE / 8) * 8, beside = first * SIDE / TILE + of_tile % SIDE;
+      const bool is_output = beside < (GATED ? outputs / 2 : outputs);
+      int output = beside + of_tile / SIDE * (outputs / 2), r = k;
+      int own_width = widths[0], rank = ranks[0], start = starts_of[0];
+#pragma unroll
+      for (int s = 1; s < TARGETS; s++)
+        if (output >= own_width) {
+          output -= own_width;
+          r -= rank;
+          own_width = widths[s];
+          rank = ranks[s];
+          start = starts_of[s];
+        }
+      char* at = to + (k * TILE + of_tile) * 2;
+      if (is_output && r >= 0 && r < rank)
+        copy_async(static_cast<unsigned>(__cvta_generic_to_shared(at)), factors + start + int64_t(r) * own_width + output);
+      else
+        *reinterpret_cast<uint4*>(at) = make_uint4(0, 0, 0, 0);
+    }
+#pragma unroll 1
+    for (int i = threadIdx.x; i < rows * (COLUMNS / 8); i += THREADS) {
+      const int row = i / (COLUMNS / 8), k = i % (COLUMNS / 8) * 8;
+      char* at = to + TILE * PITCH + row * PITCH_X + k * 2;
+      if (k < K)
+        copy_async(static_cast<unsigned>(__cvta_generic_to_shared(at)), shrunk + int64_t(row) * K + k);
+      else
+        *reinterpret_cast<uint4*>(at) = make_uint4(0, 0, 0, 0);
+    }
+  };
+  // Eight ranks' numbers for an output, from rank k on
+  auto ranks_of = [&](const char* from, int of_tile, int k) {
+    const unsigned short* numbers = reinterpret_cast<const unsigned short*>(from) + k * TILE + of_tile;
+    auto pair = [&](int j) { return numbers[j * TILE] | unsigned(numbers[(j + 1) * TILE]) << 16; };
+    return make_uint4(pair(0), pair(2), pair(4), pair(6));
+  };
+#endif
   auto fetch = [&](int chunk, int stage) {
     const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(shared)) + stage * STAGE + column * 16;
     const int i = chunk * CHUNK + column * 8;
@@ -62,70 +109,40 @@ extern "C" __global__ void small_batch_gemm(const T* x, const T* weight,
       for (int r = line; r < TILES * 8; r += AT_ONCE)
         if (r < rows) copy_async(to + TILE * PITCH + r * PITCH_X, x + int64_t(r) * width + i);
     }
+#if PLUS
+    if (chunk == end) fetch_ranks(shared + stage * STAGE);
+#endif
     asm volatile("cp.async.commit_group;" ::: "memory");
   };
-#if PLUS
-  // B's rows lie across the outputs, so its numbers are turned one by one.
-  constexpr int widths[] = {WIDTHS}, ranks[] = {RANKS}, COLUMNS = (K + 31) / 32 * 32;
-  auto fetch_ranks = [&](int stage) {
-    char* to = shared + stage * STAGE;
-#pragma unroll 4
-    for (int i = threadIdx.x; i < TILE * COLUMNS; i += THREADS) {
-      const int of_tile = i % TILE, k = i / TILE;
-      int output = first + of_tile < outputs ? output_of(first + of_tile) : -1, r = k;
-      int own_width = widths[0], rank = ranks[0];
-      int64_t start = starts[1];
-#pragma unroll
-      for (int s = 1; s < TARGETS; s++)
-        if (output >= own_width) {
-          output -= own_width;
-          r -= rank;
-          own_width = widths[s];
-          rank = ranks[s];
-          start = starts[1 + s];
-        }
-      const bool is_own = output >= 0 && r >= 0 && r < rank;
-      *reinterpret_cast<T*>(to + of_tile * PITCH + k * int(sizeof(T))) =
-          is_own ? factors[start + int64_t(r) * own_width + output] : T(0.0f);
-    }
-#pragma unroll 2
-    for (int i = threadIdx.x; i < TILES * COLUMNS; i += THREADS) {
-      const int row = i / (COLUMNS / 8), k = i % (COLUMNS / 8) * 8;
-      uint4 values = make_uint4(0, 0, 0, 0);
-      if (row < rows && k < K) values = *reinterpret_cast<const uint4*>(shrunk + int64_t(row) * K + k);
-      *reinterpret_cast<uint4*>(to + TILE * PITCH + row * PITCH_X + k * int(sizeof(T))) = values;
-    }
-    __syncthreads();
-  };
-#endif
   float sum[TILES][4] = {};
   int stage = 0;  // of the chunk that is fetched
 #pragma unroll 1
-  for (int chunk = begin - STAGES + 1; chunk < end; chunk++) {
+  for (int chunk = begin - STAGES + 1; chunk < end + PLUS; chunk++) {
     if (chunk >= begin) {
       asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
       __syncthreads();
     }
     fetch(chunk + STAGES - 1, stage);
     stage = stage == STAGES - 1 ? 0 : stage + 1;  // and of the one that is multiplied
-    int units = (width - chunk * CHUNK) / 32;
-#if PLUS
-    if (chunk == begin - 1) {  // LoRA's ranks are a chunk of their own, while the first ones come
-      fetch_ranks(stage);
-      units = COLUMNS / 32;
-    } else if (chunk < begin) {
-      continue;
-    }
-#else
     if (chunk < begin) continue;
-#endif
     const char* weights = shared + stage * STAGE + (across * 16 + group * 2) * PITCH + quad * 16;
     const char* given = shared + stage * STAGE + TILE * PITCH + group * PITCH_X + quad * 16;
+    int units = (width - chunk * CHUNK) / 32;
+#if PLUS
+    if (chunk == end) units = COLUMNS / 32;
+#endif
 #pragma unroll
     for (int unit = along; unit < CHUNK / 32; unit += DEEP) {
       if (unit >= units) break;
-      const uint4 even = *reinterpret_cast<const uint4*>(weights + unit * 64);
-      const uint4 odd = *reinterpret_cast<const uint4*>(weights + PITCH + unit * 64);
+      uint4 even = *reinterpret_cast<const uint4*>(weights + unit * 64);
+      uint4 odd = *reinterpret_cast<const uint4*>(weights + PITCH + unit * 64);
+#if PLUS
+      if (chunk == end) {
+        const int of_tile = across * 16 + group * 2, k = unit * 32 + quad * 8;
+        even = ranks_of(shared + stage * STAGE, GATED ? of_tile / 2 : of_tile, k);
+        odd = ranks_of(shared + stage * STAGE, GATED ? of_tile / 2 + TILE / 2 : of_tile + 1, k);
+      }
+#endif
 #pragma unroll
       for (int n = 0; n < TILES; n++) {
         const uint4 row = *reinterpret_cast<const uint4*>(given + n * 8 * PITCH_X + unit * 64);

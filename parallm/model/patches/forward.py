@@ -220,7 +220,7 @@ class NormedSum:
         """The norm, and its products with A of the targets that read it, by the kernel of the norm; None where that
         cannot. It takes the place of the norm that was made before."""
         total = self.total
-        if total.kernel is not None or not can_shrink(total.before_BTH, weights):
+        if total.kernel is not None or not can_shrink(total.before_BTH, total.lora, weights):
             return None
         total.value_BTH, normed_BTH, shrunk_BK = add_norm(
             total.parts_SBTH,

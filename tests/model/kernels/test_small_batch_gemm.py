@@ -13,6 +13,7 @@ from parallm.model.kernels import small_batch_gemm as module
 from parallm.model.kernels.cuda import architecture, on_cuda
 from parallm.model.kernels.segmented_lora import GroupOutput, ShrinkOutput
 from parallm.model.kernels.small_batch_gemm import (
+    MAX_ROWS_OF_SMALL,
     MAX_SHARED_BYTES,
     MAX_VERSIONS,
     MAX_WARPS,
@@ -194,7 +195,7 @@ def random_plus(rows: int, inputs: int, widths: list[int], ranks: list[int], *, 
 PLUS_MUTANTS = {
     "the next target's ranks": ("r -= rank;", ""),
     "the next target's outputs": ("output -= own_width;", ""),
-    "B of the first target": ("start = starts[1 + s]", "start = starts[1]"),
+    "B of the first target": ("start = starts_of[s]", "start = starts_of[0]"),
     "another target's ranks count": ("r >= 0 && r < rank", "r >= 0 && r < K"),
     "rows of other rows": ("int64_t(row) * K + k", "k"),
     "some of the ranks": ("units = COLUMNS / 32", "units = 1"),
@@ -213,7 +214,7 @@ def test_threads_add_what_comes_after_a(rows: int, bias: bool, monkeypatch: pyte
     for mutant in PLUS_MUTANTS.values() if bias else ():
         kernels.mutation = ("small_batch_gemm", *mutant)
         assert three.furthest() > 0.05, mutant
-    kernels.mutation = "small_batch_gemm", "output_of(first + of_tile)", "first + of_tile"
+    kernels.mutation = "small_batch_gemm", "of_tile / SIDE * (outputs / 2)", "0"
     assert pair.furthest(is_gated=True) > 0.05
 
 
@@ -311,6 +312,6 @@ def test_other_products_are_left_to_mlx() -> None:
     linear, x = random_linear(64, 64, bias=False, dtype=mx.bfloat16), mx.zeros((4, 1, 64), mx.bfloat16)
     assert fits(x, linear)
     assert not fits(x[:1], linear)
-    assert not fits(mx.zeros((65, 1, 64), mx.bfloat16), linear)
+    assert not fits(mx.zeros((MAX_ROWS_OF_SMALL + 1, 1, 64), mx.bfloat16), linear)
     assert not fits(x.astype(mx.float32), random_linear(64, 64, bias=False, dtype=mx.float32))
     assert not fits(x, nn.QuantizedLinear.from_linear(linear, group_size=32, bits=4))

@@ -59,6 +59,8 @@ def test_joined_layers_keep_their_weights_as_views_of_one_array(bias: bool, bits
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", [(4, 1, 64), (0, 1, 64), (64,)])
 def test_outputs_of_joined_layers_are_those_of_the_layers(shape: tuple[int, ...], bias: bool) -> None:
+    if on_cuda() and bias and 0 in shape:
+        pytest.skip("MLX's product of no rows with a bias ends the process on CUDA")
     layers, x = Layers(LoraContext(), bias=bias), mx.random.normal(shape)
     wanted = layers(x)
     merge_linears(layers, CALLED)
@@ -254,6 +256,7 @@ def believe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Not
         for module in (add_norm, segmented_lora, small_batch_gemm, forward):
             monkeypatch.setattr(module, "has_kernels", lambda: True)
         monkeypatch.setattr(small_batch_gemm, "architecture", lambda: "sm_90")
+        monkeypatch.setattr(add_norm, "max_shared_bytes", lambda: 227 << 10)
         monkeypatch.setattr("parallm.model.lora.linear.GroupOutput", PlainOutput)
         return kernels
 
