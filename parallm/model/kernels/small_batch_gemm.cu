@@ -13,6 +13,16 @@
 // each at once. Blocks after the last output compute rows of A in the same way.
 #include "mma.cuh"
 
+template <typename Out>
+__device__ __forceinline__ void write(Out* to, const float* values) {
+  struct alignas(16) Vector {
+    Out values[8];
+  } vector;
+#pragma unroll
+  for (int j = 0; j < 8; j++) vector.values[j] = Out(values[j]);
+  *reinterpret_cast<Vector*>(to) = vector;
+}
+
 extern "C" __global__ void small_batch_gemm(const T* x, const T* weight,
 #if HAS_BIAS
                                             const T* bias,
@@ -43,6 +53,7 @@ extern "C" __global__ void small_batch_gemm(const T* x, const T* weight,
   const int height = is_lora ? columns : outputs;
   const T* matrix = is_lora ? factors + starts[0] : weight;
   const int64_t jump = is_lora ? numbers_of_version - int64_t(K) * width : 0;  // from one version to the next
+  auto output_of = [&](int row) { return row; };
   auto row_of = [&](int row) { return matrix + int64_t(row) * width + row / K * jump; };
 #else
   const int first = blockIdx.x * TILE, height = outputs;
@@ -151,58 +162,57 @@ extern "C" __global__ void small_batch_gemm(const T* x, const T* weight,
       }
     }
   }
-  if (DEEP > 1) {
-    asm volatile("cp.async.wait_group 0;" ::: "memory");
-    __syncthreads();
-    float4* sums = reinterpret_cast<float4*>(shared) + across * TILES * 32 + lane;
-    if (along > 0) {
-#pragma unroll
-      for (int n = 0; n < TILES; n++)
-        sums[((along - 1) * WIDE * TILES + n) * 32] = make_float4(sum[n][0], sum[n][1], sum[n][2], sum[n][3]);
-    }
-    __syncthreads();
-    if (along > 0) return;
-#pragma unroll 1
-    for (int other = 0; other < DEEP - 1; other++)
-#pragma unroll
-      for (int n = 0; n < TILES; n++) {
-        const float4 added = sums[(other * WIDE * TILES + n) * 32];
-        sum[n][0] += added.x;
-        sum[n][1] += added.y;
-        sum[n][2] += added.z;
-        sum[n][3] += added.w;
-      }
-  }
-  const int output = first + across * 16 + group * 2;  // this one and the next
-  if (output >= height) return;
-  struct alignas(2 * sizeof(Y)) Pair {
-    Y values[2];
-  };
+  asm volatile("cp.async.wait_group 0;" ::: "memory");
+  __syncthreads();
+  constexpr int PITCH_SUMS = TILE + 4;  // what half a warp writes has all banks
+  float* sums = reinterpret_cast<float*>(shared);
 #pragma unroll
   for (int n = 0; n < TILES; n++)
 #pragma unroll
     for (int odd = 0; odd < 2; odd++) {
-      const int row = n * 8 + quad * 2 + odd;
-      if (row >= rows) continue;
-      const int64_t at = int64_t(blockIdx.y) * rows + row;
+      const int row = along * TILES * 8 + n * 8 + quad * 2 + odd;
+      *reinterpret_cast<float2*>(sums + row * PITCH_SUMS + across * 16 + group * 2) =
+          make_float2(sum[n][odd], sum[n][2 + odd]);
+    }
+  __syncthreads();
+  constexpr int WIDTH = GATED ? 16 : 8;  // sums of a vector that is written
+#pragma unroll 1
+  for (int i = threadIdx.x; i < rows * (TILE / WIDTH); i += THREADS) {
+    const int row = i / (TILE / WIDTH), of_tile = i % (TILE / WIDTH) * WIDTH, output = first + of_tile;
+    if (output >= height) continue;
+    float total[WIDTH] = {};
+#pragma unroll
+    for (int d = 0; d < DEEP; d++)
+#pragma unroll
+      for (int j = 0; j < WIDTH; j += 4) {
+        const float4 part = *reinterpret_cast<const float4*>(sums + (d * TILES * 8 + row) * PITCH_SUMS + of_tile + j);
+        total[j] += part.x;
+        total[j + 1] += part.y;
+        total[j + 2] += part.z;
+        total[j + 3] += part.w;
+      }
+    const int64_t at = int64_t(blockIdx.y) * rows + row;
 #if HAS_LORA
-      if (is_lora) {
-        *reinterpret_cast<float2*>(hidden + at * columns + output) = make_float2(sum[n][odd], sum[n][2 + odd]);
-        continue;
-      }
+    if (is_lora) {
+      write(hidden + at * columns + output, total);
+      continue;
+    }
 #endif
-      float of_even = sum[n][odd], of_odd = sum[n][2 + odd];
 #if HAS_BIAS
-      if (blockIdx.y == 0) {
-        of_even += float(bias[GATED ? output / 2 : output]);
-        of_odd += float(bias[GATED ? (output + outputs) / 2 : output + 1]);
-      }
+    if (blockIdx.y == 0)
+#pragma unroll
+      for (int j = 0; j < WIDTH; j++) total[j] += float(bias[output_of(output + j)]);
 #endif
 #if GATED
-      const float gate = float(Y(of_even));
-      y[at * (outputs / 2) + output / 2] = Y(gate / (1.0f + __expf(-gate)) * float(Y(of_odd)));
-      continue;
-#endif
-      *reinterpret_cast<Pair*>(y + at * outputs + output) = Pair{Y(of_even), Y(of_odd)};
+    float products[8];
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+      const float gate = float(Y(total[2 * j]));
+      products[j] = gate / (1.0f + __expf(-gate)) * float(Y(total[2 * j + 1]));
     }
+    write(y + at * (outputs / 2) + output / 2, products);
+#else
+    write(y + at * outputs + output, total);
+#endif
+  }
 }

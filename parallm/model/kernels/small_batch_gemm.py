@@ -70,7 +70,7 @@ class GemmPlan:
 
     @property
     def shared_bytes(self) -> int:
-        sums = (self.deep - 1) * self.wide * self.tiles * 512
+        sums = self.deep * self.tiles * 8 * (self.outputs + 4) * 4
         return max(self.stages * _stage_bytes(self.tiles, self.wide, self.chunk), sums)
 
 
