@@ -28,7 +28,9 @@ OUTPUTS_OF_WARP = 16
 MAX_WIDE, MAX_WARPS = 14, 16  # warps side by side, and in all
 SPLITS = (1, 2, 4)
 CHUNKS = (256, 128, 64)
+MAX_DEEP, MAX_DEEP_OF_PARTS = 8, 4  # warps that share a sum; each of a part has little to do beside adding them up
 MIN_STAGES, MAX_STAGES = 3, 8
+MIN_STAGES_OF_NARROW = 2  # of blocks a warp wide, which need long chunks for all their warps
 MAX_SHARED_BYTES = 225_000  # of the 227 KB that a block may have
 PROCESSORS = 132  # of an H200, each with one block at a time
 WEIGHT_OF_ROWS = 0.5  # of a value of the input beside one of the weights: it comes from the cache
@@ -191,13 +193,13 @@ def plan(rows: int, inputs: int, outputs: int, columns: int, *, is_whole: bool) 
 
 
 def _plan(tiles: int, wide: int, splits: int, inputs: int) -> GemmPlan | None:
+    max_deep = MAX_DEEP if splits == 1 else MAX_DEEP_OF_PARTS
     for chunk in CHUNKS:
         stages = min(MAX_SHARED_BYTES // _stage_bytes(tiles, wide, chunk), MAX_STAGES)
-        chunks = -(-inputs // chunk)
-        if stages < MIN_STAGES or chunks < splits or (chunk > CHUNKS[-1] and chunks < splits * MIN_STAGES):
+        if stages < (MIN_STAGES if wide > 1 else MIN_STAGES_OF_NARROW) or -(-inputs // chunk) < splits:
             continue
         deep = 1
-        while wide * deep * 2 <= MAX_WARPS and deep * 2 * MIN_INPUTS <= chunk:
+        while wide * deep * 2 <= MAX_WARPS and deep * 2 <= min(max_deep, chunk // MIN_INPUTS):
             deep *= 2
         return GemmPlan(tiles=tiles, wide=wide, deep=deep, chunk=chunk, stages=stages, splits=splits)
     return None
