@@ -33,6 +33,8 @@ TOKEN_BYTES = 13
 """Bytes of a token in a gathered group: its number, its log-prob and its mask."""
 HEAD_BYTES = 64
 """Bytes of a row without its tokens: length, reward, advantage."""
+VECTOR_BYTES = 35e6
+"""Of an adapter's gradient: rank 16 of a 0.5B shape."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,9 +82,9 @@ class Cluster:
     """Of one host's plain connections."""
     latency: float = 20e-6
     """Seconds of a hop."""
-    failure_hours: float
+    failure_hours: float = 50_000.0
     """Mean time of one device between failures; Llama 3 had 419 in 54 days on 16,384."""
-    load: float
+    load: float = 30.0
     """Seconds from a failure to the first step of a new gang."""
 
 
@@ -120,6 +122,13 @@ def simulated(
     step = sum(parts.values())
     lost = (cluster.load + step / 2) * workers / (cluster.failure_hours * 3600)
     return parts | {"failures": step * lost, "step": step * (1 + lost)}
+
+
+def predicted_efficiency(one: Sequence[Mapping[str, Any]], workers: int, *, row_tokens: float) -> float:
+    """What today's design is to reach with as many workers on one host, by the steps of one worker."""
+    costs = calibrated(one, row_tokens)
+    predict = partial(simulated, costs=costs, cluster=Cluster(), vector_bytes=VECTOR_BYTES)
+    return predict(1)["step"] / predict(workers)["step"]
 
 
 def slowest_of(steps: Sequence[Sequence[float]], *, is_ahead: bool) -> Iterator[float]:
@@ -161,13 +170,15 @@ def ring(members: int, size: float, speed: float, latency: float) -> float:
 
 
 def main() -> int:
+    usual = Cluster()
     parser = ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("runs", nargs="+", type=Path, metavar="METRICS", help="of 1 worker, then of others")
-    parser.add_argument("--vector-mb", type=float, default=35.0, help="bytes of the adapter's gradient (%(default)s)")
+    mb = VECTOR_BYTES / 1e6
+    parser.add_argument("--vector-mb", type=float, default=mb, help="bytes of the adapter's gradient (%(default)s)")
     parser.add_argument("--row-tokens", type=float, default=256.0, help="tokens of a row (%(default)s)")
     parser.add_argument("--shortest", type=float, help="shortest row, where rows are ragged")
-    parser.add_argument("--load-seconds", type=float, default=30.0, help="of a new gang (%(default)s)")
-    parser.add_argument("--failure-hours", type=float, default=50_000.0, help="of a device (%(default)s)")
+    parser.add_argument("--load-seconds", type=float, default=usual.load, help="of a new gang (%(default)s)")
+    parser.add_argument("--failure-hours", type=float, default=usual.failure_hours, help="of a device (%(default)s)")
     arguments = parser.parse_args()
     runs = [read(path) for path in arguments.runs]
     if short := [str(path) for path, rows in zip(arguments.runs, runs, strict=True) if len(rows) < 2]:

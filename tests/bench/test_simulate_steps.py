@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from simulate_steps import Cluster, Costs, calibrated, simulated
+from simulate_steps import Cluster, Costs, calibrated, predicted_efficiency, simulated
 
 ROOT = Path(__file__).parents[2]
 COSTS = Costs(samplings=(2.0,), update=0.5, host=0.0, rest=0.0, tokens=0.0, row_tokens=256.0)
@@ -66,6 +66,15 @@ def test_costs_are_what_a_run_of_one_tells() -> None:
     costs = calibrated(rows(1, **{"seconds/update": 0.55}), 256.0)
     assert (costs.samplings, costs.update, costs.tokens) == ([2.0] * 6, 0.5, 100.0)
     assert (costs.host, costs.rest) == pytest.approx((0.05, 0.05))
+
+
+def test_uneven_steps_of_one_worker_tell_what_two_lose() -> None:
+    even, uneven = (
+        [row | {"seconds/rollout": seconds} for row, seconds in zip(rows(1), given, strict=True)]
+        for given in ((2.0,) * 6, (1.8, 2.2) * 3)
+    )
+    assert predicted_efficiency(even, 2, row_tokens=256.0) == pytest.approx(1, abs=1e-3)
+    assert predicted_efficiency(uneven, 2, row_tokens=256.0) == pytest.approx(2.6 / 2.7, abs=0.01)
 
 
 def test_the_script_compares_its_predictions_with_what_was_measured(tmp_path: Path) -> None:

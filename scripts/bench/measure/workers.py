@@ -19,6 +19,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+from simulate_steps import predicted_efficiency
 
 from bench.compare import print_table
 from bench.measurement import Bar, Figures, Request, measurement, num_gpus
@@ -72,7 +73,7 @@ class Job:
         **{f"workers.8b.weak_{size}": Bar(min=0.97 if size == 2 else 0.95, needs=f"gpus{size}") for size in (2, 4)},
         **{f"workers.ahead_{size}": Bar(min=0.97 if size == 2 else 0.95, needs=f"gpus{size}") for size in (2, 4)},
         **{f"workers.strong_{size}": Bar(min=0.85, needs=f"gpus{size}") for size in (2, 4)},
-        **{f"workers.straggler_estimate_{size}": Bar() for size in (2, 4)},
+        **{f"workers.{kind}_{size}": Bar() for kind in ("straggler_estimate", "weak_predicted") for size in (2, 4)},
         "workers.exchange_fraction": Bar(max=0.01, needs="gpus2"),
         "workers.8b.exchange_fraction": Bar(max=0.01, needs="gpus2"),
     },
@@ -87,7 +88,7 @@ def scaling(request: Request) -> Iterator[Figures]:
 
     Straggler estimate: the weak scaling of as many independent runs of one worker each, if they had waited for the
     slowest of them after sampling and after the update: what stragglers alone cost, as far as this host is as noisy a
-    minute later."""
+    minute later. Weak predicted: what `simulate_steps.py` expects by the steps of one worker."""
     weak = Job(shape="0.5b", rows=128, tokens=256, steps=15)
     strong = Job(shape="0.5b", rows=512, tokens=512, steps=2, warm_up=1)
     large = Job(shape="8b", rows=128, tokens=256, steps=3, warm_up=1)
@@ -110,6 +111,9 @@ def scaling(request: Request) -> Iterator[Figures]:
                 slowest = slowest_of(apart(job, size))
                 show(f"{name}, the slowest of {size} runs", slowest)
                 figures[f"workers.straggler_estimate_{size}"] = speedup(ones[name], slowest)
+            if name == "weak":
+                expected = predicted_efficiency(ones[name], size, row_tokens=job.tokens)
+                figures[f"workers.weak_predicted_{size}"] = expected
             if size == 2 and name.endswith("weak"):
                 part = median(row["exchange/sum_seconds"] / row[WHOLE] for row in found)
                 figures[f"workers.{name.removesuffix('weak')}exchange_fraction"] = part
