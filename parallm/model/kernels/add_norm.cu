@@ -4,10 +4,10 @@
 // `next_starts` and `next_factors`, where A (SHRUNK, H) of the only version begins at `next_starts[0]`. Outputs `sums`
 // (B, H), rounded as MLX's sum, `normed` (B, H), and if SHRINKS `shrunk` (B, SHRUNK), its products with A, zeros for rows
 // without a version.
-// T type of all arrays but the parts, SPLITS parts, SIZE of H; a block has a row, each of the first of its BLOCK threads a
-// vector; THREADS and CHUNKS vectors of a thread are those of MLX's kernel, so that sums of squares have its order. K
-// columns of A; SORTED as in expand.cu.
-// As there, time passes in waiting: what does not depend on each other is fetched together.
+// T type of all arrays but the parts, SPLITS parts, SIZE of H. A block of BLOCK threads has a row, and each of its first
+// threads a vector of it; THREADS, and CHUNKS vectors of each, are those of MLX's kernel, so that sums of squares have its
+// order. K columns of A; SORTED as in expand.cu.
+// As in expand.cu, time passes in waiting: what does not depend on each other is fetched together.
 #include "pack.cuh"
 #include "row_scale.cuh"
 #include "mma.cuh"

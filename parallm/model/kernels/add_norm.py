@@ -18,8 +18,8 @@ from parallm.model.kernels.segmented_lora import GroupWeights, ShrinkOutput
 DTYPES = (mx.bfloat16, mx.float16)
 MAX_CHUNKS = 8
 MAX_FACTORS = 1 << 16  # values of B that a block holds: rank 16 of an 8B shape, the most that was tried
-MAX_WITH_NEXT = 104 << 10  # values of B and the next A, which Hopper has room for: rank 16 of a 1.5B shape
 BYTES_OF_ROW = 20 << 10  # shared memory for the row itself, and for sums
+USUAL_BYTES = 48 << 10  # that a block may have unless MLX asks for more, as it does where factors alone take more
 THREADS_OF_COLUMN, MAX_THREADS_OF_COLUMNS = 8, 512
 
 
@@ -35,22 +35,29 @@ def fits(parts_SBTH: mx.array, stream_BTH: mx.array, lora: ShrinkOutput | None =
         and parts_SBTH.dtype in (stream_BTH.dtype, mx.float32)
         and size % _values(stream_BTH.dtype) == 0
         and threads_and_chunks(size, stream_BTH.dtype)[1] <= MAX_CHUNKS
-        and (lora is None or _holds(sum(lora.weights.layout.ranks) * size, stream_BTH.dtype))
+        and (
+            lora is None
+            or (_ranks(lora) * size <= MAX_FACTORS and _has_room(_ranks(lora) * size * stream_BTH.dtype.size))
+        )
     )
 
 
-def _holds(factors: int, dtype: mx.Dtype) -> bool:
-    """Whether a block holds as many values of B."""
-    return factors <= MAX_FACTORS and factors * dtype.size + BYTES_OF_ROW <= max_shared_bytes()
-
-
 def can_shrink(stream_BTH: mx.array, lora: ShrinkOutput | None, weights: GroupWeights) -> bool:
-    """Whether `add_norm`, beside the product of `lora`, can multiply rows by A of `weights` on Hopper: of one version,
-    as several need rows in another order."""
-    size = stream_BTH.shape[-1]
-    columns = sum(weights.layout.ranks) + (sum(lora.weights.layout.ranks) if lora else 0)
+    """Whether `add_norm`, beside the product of `lora`, can multiply rows by A of `weights`: of one version, as several
+    need rows in another order; rank 16 of a 1.5B shape has room on Hopper."""
+    size, dtype = stream_BTH.shape[-1], stream_BTH.dtype
+    columns = _ranks(lora) + sum(weights.layout.ranks)
     has_one = weights.array_VN.shape[0] == 1 and weights.num_inputs == size
-    return has_one and columns * size <= MAX_WITH_NEXT and weights.array_VN.dtype == stream_BTH.dtype
+    return has_one and weights.array_VN.dtype == dtype and _has_room(columns * size * dtype.size)
+
+
+def _ranks(lora: ShrinkOutput | None) -> int:
+    return sum(lora.weights.layout.ranks) if lora else 0
+
+
+def _has_room(factors: int) -> bool:
+    """Whether a block may hold as many bytes of factors."""
+    return factors + BYTES_OF_ROW <= max_shared_bytes()
 
 
 def add_norm(
@@ -72,7 +79,7 @@ def add_norm(
     if lora is not None:
         inputs += lora.inputs()
         sizes += [lora.hidden_PBTK.shape[0], *lora.weights.array_VN.shape]
-    ranks, columns = sum(lora.weights.layout.ranks) if lora else 0, 0
+    ranks, columns = _ranks(lora), 0
     if following is not None:
         weights, order_B2 = following
         inputs += [order_B2, weights.starts, weights.array_VN]
@@ -93,6 +100,8 @@ def add_norm(
         ("SHRUNK", columns),
     )
     shared_memory = (ranks + columns) * size * stream_BTH.dtype.size
+    if shared_memory and shared_memory + BYTES_OF_ROW > USUAL_BYTES:
+        shared_memory = max(shared_memory, USUAL_BYTES)
     sums_BTH, normed_BH, *shrunk = kernel("add_norm", defines, shared_memory=shared_memory)(
         inputs,
         [float(eps), *sizes],

@@ -3,8 +3,9 @@
 // (K, I) of a version begins at `starts[0]`. Outputs `y` (S, B, T, O) and if HAS_LORA `hidden` (S, B, T, V K): sums
 // over parts of the input, for all versions. If GATED `y` (B, T, O / 2) is SwiGLU of the outputs' halves: silu of an output
 // of the first half by its counterpart, both rounded to Y before; their weights lie beside each other in a tile.
-// If PLUS, which only whole outputs without HAS_LORA have, the products of `shrunk` (B, K) with B of the only version are
+// If PLUS (only for whole outputs, never with HAS_LORA), the products of `shrunk` (B, K) with B of the only version are
 // added: that of target s (R, O) begins at `starts[1 + s]`, and reads the columns of its own A.
+// O is a multiple of 8, that of each half or target, too, and so are K and all ranks.
 // T type of the input and the weights, Y of the sums, K columns of all A of a group (0: none); WIDE warps side by side
 // compute 16 outputs each, DEEP of them share each sum; TILES of 8 rows; CHUNK values of the input are fetched at once,
 // STAGES such fetches are under way. WIDTHS and RANKS of the TARGETS targets.
@@ -23,21 +24,22 @@ __device__ __forceinline__ void write(Out* to, const float* values) {
   *reinterpret_cast<Vector*>(to) = vector;
 }
 
-extern "C" __global__ void small_batch_gemm(const T* x, const T* weight,
+extern "C" __global__ void __launch_bounds__(32 * WIDE * DEEP)
+    small_batch_gemm(const T* x, const T* weight,
 #if HAS_BIAS
-                                            const T* bias,
+                     const T* bias,
 #endif
 #if HAS_LORA
-                                            const int* starts, const T* factors,
+                     const int* starts, const T* factors,
 #endif
 #if PLUS
-                                            const T* shrunk, const int* starts, const T* factors,
+                     const T* shrunk, const int* starts, const T* factors,
 #endif
-                                            Y* y,
+                     Y* y,
 #if HAS_LORA
-                                            float* hidden, int versions, int numbers_of_version,
+                     float* hidden, int versions, int numbers_of_version,
 #endif
-                                            int rows, int width, int outputs) {
+                     int rows, int width, int outputs) {
   constexpr int TILE = 16 * WIDE, THREADS = 32 * WIDE * DEEP;
   constexpr int VECTORS = CHUNK / 8, AT_ONCE = THREADS / VECTORS;  // of a row; rows that a vector each is fetched of
   constexpr int PITCH = CHUNK * 2 + 32, PITCH_X = CHUNK * 2 + 64;  // what a quarter of a warp reads has all banks

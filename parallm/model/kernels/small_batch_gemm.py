@@ -28,7 +28,7 @@ OUTPUTS_OF_WARP = 16
 MAX_WIDE, MAX_WARPS = 14, 16  # warps side by side, and in all
 SPLITS = (1, 2, 4)
 CHUNKS = (256, 128, 64)
-MAX_DEEP, MAX_DEEP_OF_PARTS = 8, 4  # warps that share a sum; each of a part has little to do beside adding them up
+MAX_DEEP_OF_PARTS = 4  # warps that share a sum of a part: each has little to do beside adding them up
 MIN_STAGES, MAX_STAGES = 3, 8
 MIN_STAGES_OF_NARROW = 2  # of blocks a warp wide, which need long chunks for all their warps
 MAX_SHARED_BYTES = 225_000  # of the 227 KB that a block may have
@@ -116,7 +116,7 @@ def small_batch_gemm(
     and no weights, these are SwiGLU of their halves, (1, B, T, O / 2): silu of the first by the second. The products of
     `added` with B come to whole outputs before they are rounded (`can_add`).
     """
-    assert not is_gated or (is_whole and weights is None)
+    assert not is_gated or (is_whole and weights is None and linear.weight.shape[0] % 16 == 0)
     assert added is None or (is_whole and weights is None)
     if weights is not None and weights.array_VN.shape[0] > MAX_VERSIONS:
         weights = None
@@ -193,13 +193,13 @@ def plan(rows: int, inputs: int, outputs: int, columns: int, *, is_whole: bool) 
 
 
 def _plan(tiles: int, wide: int, splits: int, inputs: int) -> GemmPlan | None:
-    max_deep = MAX_DEEP if splits == 1 else MAX_DEEP_OF_PARTS
     for chunk in CHUNKS:
         stages = min(MAX_SHARED_BYTES // _stage_bytes(tiles, wide, chunk), MAX_STAGES)
         if stages < (MIN_STAGES if wide > 1 else MIN_STAGES_OF_NARROW) or -(-inputs // chunk) < splits:
             continue
         deep = 1
-        while wide * deep * 2 <= MAX_WARPS and deep * 2 <= min(max_deep, chunk // MIN_INPUTS):
+        max_deep = chunk // MIN_INPUTS if splits == 1 else MAX_DEEP_OF_PARTS
+        while wide * deep * 2 <= MAX_WARPS and deep * 2 <= max_deep:
             deep *= 2
         return GemmPlan(tiles=tiles, wide=wide, deep=deep, chunk=chunk, stages=stages, splits=splits)
     return None

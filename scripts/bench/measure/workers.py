@@ -1,5 +1,6 @@
 """Several workers on the GPUs of a host: how their speed scales, what the exchange costs, and who waits for it."""
 
+import itertools
 import json
 import os
 import re
@@ -97,27 +98,40 @@ def scaling(request: Request) -> Iterator[Figures]:
         weak, large = Job(rows=16, tokens=16, **tiny), Job(rows=16, tokens=16, **tiny)
         strong = Job(rows=32, tokens=16, **tiny)
     jobs = {"weak": weak, "8b.weak": large, "ahead": replace(weak, ahead=1), "strong": strong}
-    wanted = {name: job for name, job in jobs.items() if request.wants(f"workers.{name}_2")}
-    ones = alone(wanted)
+    sizes = [size for size in SIZES if size <= (num_gpus() or 2)]
+
+    def wants(name: str, size: int) -> bool:
+        return any(map(request.wants, figures_of(name, size)))
+
+    ones = alone({name: job for name, job in jobs.items() if any(wants(name, size) for size in sizes)})
     for name, rows in ones.items():
         show(f"{name}, one worker", rows)
-    for size in [size for size in SIZES if size <= (num_gpus() or 2)]:
-        for name, job in wanted.items():
-            is_weak = name != "strong"
-            found = run(job, workers=size, rows=job.rows * size if is_weak else job.rows)
-            show(f"{name}, {size} workers", found)
-            figures: Figures = {f"workers.{name}_{size}": speedup(ones[name], found) * (1 if is_weak else 1 / size)}
-            if name == "weak" and request.wants(f"workers.straggler_estimate_{size}"):
-                slowest = slowest_of(apart(job, size))
-                show(f"{name}, the slowest of {size} runs", slowest)
-                figures[f"workers.straggler_estimate_{size}"] = speedup(ones[name], slowest)
-            if name == "weak":
-                expected = predicted_efficiency(ones[name], size, row_tokens=job.tokens)
-                figures[f"workers.weak_predicted_{size}"] = expected
-            if size == 2 and name.endswith("weak"):
-                part = median(row["exchange/sum_seconds"] / row[WHOLE] for row in found)
-                figures[f"workers.{name.removesuffix('weak')}exchange_fraction"] = part
-            yield figures
+    for size, name in itertools.product(sizes, ones):
+        if not wants(name, size):
+            continue
+        job = jobs[name]
+        found = run(job, workers=size, rows=job.rows if name == "strong" else job.rows * size)
+        show(f"{name}, {size} workers", found)
+        figures: Figures = {f"workers.{name}_{size}": speedup(ones[name], found) / (size if name == "strong" else 1)}
+        if name == "weak":
+            expected = predicted_efficiency(ones[name], size, row_tokens=job.tokens)
+            figures[f"workers.weak_predicted_{size}"] = expected
+        if name == "weak" and request.wants(f"workers.straggler_estimate_{size}"):
+            slowest = slowest_of(apart(job, size))
+            show(f"{name}, the slowest of {size} runs", slowest)
+            figures[f"workers.straggler_estimate_{size}"] = speedup(ones[name], slowest)
+        if size == 2 and name.endswith("weak"):
+            part = median(row["exchange/sum_seconds"] / row[WHOLE] for row in found)
+            figures[f"workers.{name.removesuffix('weak')}exchange_fraction"] = part
+        yield figures
+
+
+def figures_of(name: str, size: int) -> list[str]:
+    """The figures that a job with as many workers gives."""
+    more = [f"{kind}_{size}" for kind in ("straggler_estimate", "weak_predicted")] if name == "weak" else []
+    if size == 2 and name.endswith("weak"):
+        more.append(name.removesuffix("weak") + "exchange_fraction")
+    return [f"workers.{figure}" for figure in (f"{name}_{size}", *more)]
 
 
 def speedup(one: Sequence[dict[str, Any]], many: Sequence[dict[str, Any]]) -> float:

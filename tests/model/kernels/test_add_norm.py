@@ -11,6 +11,7 @@ import pytest
 
 from parallm.model.kernels import add_norm as module
 from parallm.model.kernels.add_norm import MAX_FACTORS, add_norm, can_shrink, fits, threads_and_chunks
+from parallm.model.kernels.compiler import Defines
 from parallm.model.kernels.cuda import has_kernels
 from parallm.model.kernels.segmented_lora import ShrinkOutput
 from parallm.model.lora.segmented import order_rows
@@ -18,6 +19,8 @@ from tests.model.kernels.cuda_on_cpu import CpuKernels, needs_compiler
 from tests.model.lora.test_segmented import Versions, random_versions
 
 EPS = 1e-5
+HOPPERS = 227 << 10
+"""Bytes of shared memory."""
 MUTANTS = {
     "rows without an adapter get one": ("version >= 0 && is_inside", "is_inside"),
     "the first version for all rows": ("* versions + version) * K", "* versions) * K"),
@@ -122,13 +125,14 @@ def agrees(rows: Rows) -> bool:
 def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CpuKernels:
     made = CpuKernels(tmp_path)
     monkeypatch.setattr(module, "kernel", made)
+    monkeypatch.setattr(module, "max_shared_bytes", lambda: HOPPERS)
     return made
 
 
 CASES: dict[str, Callable[[], Rows]] = {
     "one version": lambda: random_rows([0, 0, -1, 0], size=896, rank=16, splits=2, versions=1),
     "three versions": lambda: random_rows([2, 0, -1, 1, 2], size=64, rank=24, splits=1, versions=3),
-    "a rank of one round": lambda: random_rows([1, 0], size=1536, rank=8, splits=4, versions=2),
+    "a short rank": lambda: random_rows([1, 0], size=1536, rank=8, splits=4, versions=2),
 }
 
 
@@ -156,7 +160,7 @@ def test_what_forgets_a_part_of_lora_is_found(mutant: str, kernels: CpuKernels) 
 SHRINK_CASES: dict[str, tuple[list[int], int, list[int]]] = {
     "a row without a version": ([0, -1, 0], 896, [16, 8, 8]),
     "short rows": ([0, 0], 64, [8]),
-    "rows of several vectors": ([0], 1536, [16, 24]),
+    "rows that MLX's threads share by several vectors": ([0], 1536, [16, 24]),
 }
 """Versions of rows, size, and ranks of the targets that follow."""
 SHRINK_MUTANTS = {
@@ -202,15 +206,39 @@ def test_what_forgets_a_part_of_a_is_found(mutant: str, kernels: CpuKernels) -> 
     assert not shrinks(*SHRINK_CASES["a row without a version"])
 
 
-def test_a_block_reads_only_a_small_a() -> None:
+def test_a_block_holds_only_a_small_a(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "max_shared_bytes", lambda: HOPPERS)
     stream_B1H = mx.zeros((2, 1, 2048), mx.float16)
     for ranks, versions, is_small in (([16, 16, 16], 1, True), ([16, 16, 24], 1, False), ([8], 2, False)):
         following = random_versions(2048, [32] * len(ranks), ranks, versions, mx.float16)
         assert can_shrink(stream_B1H, None, following.weights) == is_small
+    lora = random_rows([0], size=2048, rank=16, splits=1, versions=1).lora
+    for rank, is_small in ((32, True), (40, False)):  # beside B, which has room, too
+        assert can_shrink(stream_B1H, lora, random_versions(2048, [32], [rank], 1, mx.float16).weights) == is_small
     assert not can_shrink(stream_B1H[..., :64], None, random_versions(4096, [32], [8], 1, mx.float16).weights)
 
 
-def test_a_block_reads_only_a_small_b(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("size", range(64, 4097, 64))
+def test_mlx_is_asked_for_the_room_that_a_block_needs(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It asks the driver for more than the usual 48 KB only where a launch names more than 48,000 bytes."""
+    asked: list[int] = []
+
+    def note(name: str, defines: Defines, *, shared_memory: int) -> Callable[..., list[mx.array]]:
+        asked.append(shared_memory)
+        return lambda *_, output_shapes, output_dtypes, **__: list(map(mx.zeros, output_shapes, output_dtypes))
+
+    monkeypatch.setattr(module, "kernel", note)
+    for rank in (8, 16):
+        rows = random_rows([0], size=size, rank=rank, splits=1, versions=1)
+        add_norm(rows.parts_SB1H, rows.stream_B1H, rows.weight_H, EPS, lora=rows.lora)
+        of_row = 2 * size + 4 * rank + 16
+        assert asked[-1] >= 2 * rank * size
+        assert asked[-1] > 48_000 or asked[-1] + of_row <= 48 << 10
+    add_norm(rows.parts_SB1H, rows.stream_B1H, rows.weight_H, EPS)
+    assert asked[-1] == 0
+
+
+def test_a_block_holds_only_a_small_b(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "has_kernels", lambda: True)
     most = MAX_FACTORS // 4096
     limits = ((227, most, True), (227, 2 * most, False), (99, most // 2, True), (99, most, False))

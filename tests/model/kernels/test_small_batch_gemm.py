@@ -20,6 +20,7 @@ from parallm.model.kernels.small_batch_gemm import (
     MIN_STAGES,
     MIN_STAGES_OF_NARROW,
     PROCESSORS,
+    GemmPlan,
     ShrunkRows,
     can_add,
     fits,
@@ -136,13 +137,28 @@ def gated(x: mx.array, linear: nn.Linear) -> mx.array:
     return nn.silu(gate) * up
 
 
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> CpuKernels:
+    """Runs plans of several chunks, more than are under way at once, and of several warps in both directions."""
+    made = CpuKernels(tmp_path)
+    monkeypatch.setattr(module, "kernel", made)
+
+    def small_plan(rows: int, *_: int, **__: bool) -> GemmPlan:
+        return GemmPlan(tiles=1 if rows <= 8 else 2, wide=3, deep=2, chunk=64, stages=3, splits=1)
+
+    monkeypatch.setattr(module, "plan", small_plan)
+    return made
+
+
+INPUTS = 352
+"""Of products on a CPU: five chunks and a half."""
+
+
 @needs_compiler
 @pytest.mark.parametrize(("rows", "bias"), [(3, False), (13, True)])
-def test_threads_gate_their_outputs(rows: int, bias: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    kernels = CpuKernels(tmp_path)
-    monkeypatch.setattr(module, "kernel", kernels)
-    linear = random_linear(160, 2 * 72, bias=bias, dtype=mx.float16)
-    x = mx.random.normal((rows, 1, 160), key=mx.random.key(1)).astype(mx.float16)
+def test_threads_gate_their_outputs(rows: int, bias: bool, kernels: CpuKernels) -> None:
+    linear = random_linear(INPUTS, 2 * 72, bias=bias, dtype=mx.float16)
+    x = mx.random.normal((rows, 1, INPUTS), key=mx.random.key(1)).astype(mx.float16)
     y_SBTO, hidden = small_batch_gemm(x, linear, None, is_whole=True, is_gated=True)
     assert hidden is None
     assert_near(y_SBTO[0].astype(mx.float32), gated(x, linear), 2e-3)
@@ -200,23 +216,42 @@ PLUS_MUTANTS = {
     "another target's ranks count": ("r >= 0 && r < rank", "r >= 0 && r < K"),
     "rows of other rows": ("int64_t(row) * K + k", "k"),
     "some of the ranks": ("units = COLUMNS / 32", "units = 1"),
+    "the first chunk again": ("i = chunk * CHUNK + column * 8", "i = column * 8"),
+    "the first chunk alone": ("chunk < end && i < width", "chunk < 1 && i < width"),
+    "the first warp's part of sums": ("d < DEEP", "d < 1"),
 }
 
 
 @needs_compiler
 @pytest.mark.parametrize(("rows", "bias"), [(3, False), (13, True)])
-def test_threads_add_what_comes_after_a(rows: int, bias: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    kernels = CpuKernels(tmp_path)
-    monkeypatch.setattr(module, "kernel", kernels)
-    three = random_plus(rows, 160, [40, 16, 24], [16, 8, 24], bias=bias, dtype=mx.float16)
+def test_threads_add_what_comes_after_a(rows: int, bias: bool, kernels: CpuKernels) -> None:
+    three = random_plus(rows, INPUTS, [40, 16, 24], [16, 8, 24], bias=bias, dtype=mx.float16)
     assert three.furthest() < 2e-3
-    pair = random_plus(rows, 160, [72, 72], [16, 24], bias=bias, dtype=mx.float16)
+    pair = random_plus(rows, INPUTS, [72, 72], [16, 24], bias=bias, dtype=mx.float16)
     assert pair.furthest(is_gated=True) < 2e-3
     for mutant in PLUS_MUTANTS.values() if bias else ():
         kernels.mutation = ("small_batch_gemm", *mutant)
         assert three.furthest() > 0.05, mutant
     kernels.mutation = "small_batch_gemm", "of_tile / SIDE * (outputs / 2)", "0"
     assert pair.furthest(is_gated=True) > 0.05
+
+
+@needs_compiler
+def test_threads_multiply_by_a_of_all_versions(kernels: CpuKernels) -> None:
+    linear, x = random_linear(INPUTS, 72, bias=True, dtype=mx.float16), mx.random.normal((13, 1, INPUTS))
+    versions = random_versions(INPUTS, [40, 32], [16, 8], 3, mx.float16)
+
+    def furthest() -> float:
+        y_SBTO, hidden = small_batch_gemm(x.astype(mx.float16), linear, versions.weights, is_whole=True)
+        assert hidden is not None
+        wanted = mx.concatenate([x @ a_IK.astype(mx.float32) for a_IK in versions.a_IK], axis=-1)
+        plain = x @ linear.weight.astype(mx.float32).T + linear.bias
+        pairs = (hidden[0], wanted), (y_SBTO[0].astype(mx.float32), plain)
+        return max((mx.abs(one - other).max() / mx.abs(other).max()).item() for one, other in pairs)
+
+    assert furthest() < 2e-3
+    kernels.mutation = "small_batch_gemm", "row / K * jump", "0"
+    assert furthest() > 0.05
 
 
 @needs_hopper
