@@ -26,6 +26,7 @@ THREADS_OF_COLUMN, MAX_THREADS_OF_COLUMNS = 8, 512
 def fits(parts_SBTH: mx.array, stream_BTH: mx.array, lora: ShrinkOutput | None = None) -> bool:
     """Whether `add_norm` can compute these, of one token a row, on this device."""
     size = stream_BTH.shape[-1]
+    factors = _ranks(lora) * size
     return (
         has_kernels()
         and stream_BTH.ndim == 3
@@ -35,10 +36,8 @@ def fits(parts_SBTH: mx.array, stream_BTH: mx.array, lora: ShrinkOutput | None =
         and parts_SBTH.dtype in (stream_BTH.dtype, mx.float32)
         and size % _values(stream_BTH.dtype) == 0
         and threads_and_chunks(size, stream_BTH.dtype)[1] <= MAX_CHUNKS
-        and (
-            lora is None
-            or (_ranks(lora) * size <= MAX_FACTORS and _has_room(_ranks(lora) * size * stream_BTH.dtype.size))
-        )
+        and factors <= MAX_FACTORS
+        and (lora is None or _has_room(factors * stream_BTH.dtype.size))
     )
 
 
@@ -55,9 +54,9 @@ def _ranks(lora: ShrinkOutput | None) -> int:
     return sum(lora.weights.layout.ranks) if lora else 0
 
 
-def _has_room(factors: int) -> bool:
-    """Whether a block may hold as many bytes of factors."""
-    return factors + BYTES_OF_ROW <= max_shared_bytes()
+def _has_room(num_bytes: int) -> bool:
+    """Whether a block may hold factors of this size beside its row."""
+    return num_bytes + BYTES_OF_ROW <= max_shared_bytes()
 
 
 def add_norm(
