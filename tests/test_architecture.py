@@ -60,6 +60,8 @@ REASONS = {
     "jobs/retries.py": "a clock of its own",
     "device/thread_end.py": "acts as the process ends",
     "integrations/atropos/environment_host.py": "runs in the process of an environment",
+    "model/kernels/copy_into.py": "the Python face of a kernel",
+    "model/kernels/head_norm.py": "the Python face of a kernel",
     "model/kernels/unit_lower_inverse.py": "the Python face of a kernel",
 }
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
+from parallm.engine.captured_forward import list_kernels as list_captures
 from parallm.engine.decode_batch import row_bucket
 from parallm.engine.flat_prefill import list_kernels as list_flat_prefill
 from parallm.engine.kv.attention_metadata import AttentionMetadata
@@ -14,6 +15,7 @@ from parallm.engine.kv.shapes import STEP, BufferShape
 from parallm.engine.memory import has_pages
 from parallm.engine.settings import EngineSettings
 from parallm.model.adapters.adapter import Adapter
+from parallm.model.kernels.add_norm import fits
 from parallm.model.kernels.compiler import Specialization
 from parallm.model.kernels.cuda import has_kernels, listed_kernels, uploaded
 from parallm.model.kernels.delta_chunks import with_any_rows
@@ -24,9 +26,10 @@ from parallm.model.kernels.slot_copy import can_copy, copy_out, copy_to_slots
 from parallm.model.kernels.token_draw import draw_tokens, score_tokens
 from parallm.model.kernels.token_filter import ends_by_kernel, weights_by_kernel
 from parallm.model.logprobs import softmax_of
-from parallm.model.lora.linear import merged_linears
+from parallm.model.lora.linear import list_norms, merged_linears
 from parallm.model.lora.segmented import MIN_LONG, PackedLora, SegmentedLora, order_rows
 from parallm.model.lora.selector import LoraSelector
+from parallm.model.patches.forward import whole_stream
 from parallm.model.shared_model import PlainCache, SharedModel
 
 SHAPES = ((1, 4096), (1024, 256))
@@ -50,6 +53,7 @@ def engine_kernels(model: SharedModel, adapter: Adapter, settings: EngineSetting
             take_rows(hidden_1TH[0, ...], mx.zeros((1,), mx.int32))
             for rows, positions in SHAPES:
                 _paged_step(model, rows, positions)
+            list_captures()
         else:
             take_in_groups(hidden_1TH, mx.zeros((1, 1), mx.int32))
             for rows, positions in SHAPES:
@@ -59,6 +63,8 @@ def engine_kernels(model: SharedModel, adapter: Adapter, settings: EngineSetting
         for rows in buckets:
             model.head(mx.zeros((rows, hidden_1TH.shape[-1]), model.dtype))
         for lora in (None, *_loras(model, adapter)):
+            if fits(None, stream_11H := mx.zeros((1, 1, hidden_1TH.shape[-1]), model.dtype)):
+                list_norms(whole_stream(stream_11H), lora)
             for merged in {merged.form(lora): merged for merged in merged_linears(model.base)}.values():
                 for rows, tokens in (*((rows, 1) for rows in buckets), (1, STEP), (1, MIN_LONG)):
                     merged.list_kernels(mx.zeros((rows, tokens, merged.num_inputs), model.dtype), lora)

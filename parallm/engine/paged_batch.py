@@ -15,6 +15,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from parallm.engine.captured_forward import FEW_ROWS, CapturedForward
 from parallm.engine.decode_batch import CompiledForward, moves_of, row_bucket
 from parallm.engine.kv.attention_metadata import AttentionMetadata
 from parallm.engine.kv.block_pool import SCRATCH, BlockPool, BlockTable
@@ -49,6 +50,7 @@ class PagedDecodeBatch:
         pool: BlockPool,
         layers: Callable[[], Ordered[Pool]],
         compiled: CompiledForward | None,
+        captured: CapturedForward | None = None,
     ) -> None:
         """`layers` gives the pools, with all pages that were allocated."""
         self.sequences: list[Sequence] = []
@@ -59,6 +61,7 @@ class PagedDecodeBatch:
         self._pool = pool
         self._layers = layers
         self._compiled = compiled
+        self._captured = captured
         self._metadata = AttentionMetadata()
         self._indices = TableIndices()
         self._num_steps = 0
@@ -124,7 +127,8 @@ class PagedDecodeBatch:
         if not self.reserve(0):
             raise RuntimeError("no page is free for a step that was scheduled")
         running, num_tokens = self.sequences[:num_running], len(tokens_B)
-        num_fillers = row_bucket(num_tokens) - num_tokens
+        min_rows = FEW_ROWS if self._captured and self._captured.has_few_rows else 1
+        num_fillers = row_bucket(max(num_tokens, min_rows)) - num_tokens
         lengths = [sequence.num_cached for sequence in running]
         tables_BN, lengths_B = self._indices.arrays(lengths, num_fillers, self._pool.page)
         self._metadata.set_traced(lengths_B, tables_BN, num_positions=tables_BN.shape[1] * self._pool.page)
@@ -137,9 +141,14 @@ class PagedDecodeBatch:
 
     def _hidden(self, tokens_B: mx.array, lora: LoraBinding | None) -> mx.array:
         layers = self._layers()
+        pools = [array for layer in layers for array in layer]
+        if self._captured and (lora is None or isinstance(lora, SegmentedLora)):
+            tables_BN, lengths_B = self._metadata.slots_B, self._metadata.lengths_B
+            hidden_BH = self._captured(tokens_B, lengths_B, tables_BN, pools, lora)
+            if hidden_BH is not None:
+                return hidden_BH
         if self._compiled and (lora is None or isinstance(lora, SingleLora | SegmentedLora)):
             try:
-                pools = [array for layer in layers for array in layer]
                 return self._compiled(tokens_B, self._metadata, pools, lora)[0]
             except ValueError as error:  # MLX's, for a model that reads an array while it runs, such as dbrx
                 logger.warning("decoding is not compiled: %s", error)

@@ -13,6 +13,7 @@ from math import prod
 import mlx.core as mx
 
 from parallm.device.memory import free_memory
+from parallm.engine.captured_forward import CapturedForward
 from parallm.engine.decode_batch import CompiledForward, row_bucket
 from parallm.engine.decoder import Decoder
 from parallm.engine.kv.attention_metadata import AttentionMetadata
@@ -50,6 +51,7 @@ class PagedMemory:
         self._uses_cache = settings.prefix_cache
         self._page_bytes = PAGE * cost.per_token
         self._compiled = CompiledForward(model, PagedCache)
+        self._captured = CapturedForward(model) if model.parallel is None else None  # sums of ranks count their calls
         # a page more than its tokens need, which is the scratch page
         self.budget = KvBudget(settings, cost, lambda num_tokens: (num_pages(num_tokens + 1) + 1) * self._page_bytes)
         # no more than all rows of all classes can fill
@@ -90,15 +92,18 @@ class PagedMemory:
         self._num_pages = num_pages
 
     def make_batch(self) -> PagedDecodeBatch:
-        return PagedDecodeBatch(self._model, self.prefixes, lambda: self.layers, self._compiled)
+        return PagedDecodeBatch(self._model, self.prefixes, lambda: self.layers, self._compiled, self._captured)
 
     def compilations(self) -> Iterator[int]:
-        """Compile a step of the base for one number of rows and width of tables after the other, small ones first;
-        yields the number of rows. Building a graph of 32 layers takes Python 20 ms. Evaluates nothing."""
+        """Capture a step of the base for one number of rows and width of tables after the other, small ones first, or
+        compile it where that cannot be; yields the number of rows. Building a graph of 32 layers takes Python 20 ms."""
         pools = [array for layer in make_pools(self._model, 1) for array in layer]
         all_rows = sorted({row_bucket(rows) for rows in range(1, self.budget.max_rows + 1)})
         widths = table_widths(min(self._max_context, self.budget.limit // self.budget.cost.per_token))
         for rows, width in sorted(product(all_rows, widths), key=prod):
+            if self._captured and self._captured.prepare(rows, width, pools, None):
+                yield rows
+                continue
             metadata, lengths_B = AttentionMetadata(), mx.zeros(rows, mx.int32)
             metadata.set_traced(lengths_B, mx.zeros((rows, width), mx.int32), num_positions=width * PAGE)
             try:

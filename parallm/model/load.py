@@ -161,11 +161,11 @@ def share_units(
     sha256 = fingerprint(stored)
     arrange_quantized(base, settings.quantized, dtype)
     _freeze(base)
-    install_forward(base)
+    lora_context = LoraContext()
+    install_forward(base, lambda: lora_context.is_served)
     install_recurrence(base)
     install_rotary(base)
     install_products(base, dtype)
-    lora_context = LoraContext()
     targets = install_lora(base, settings.lora, lora_context)
     if parallel is not None:
         targets = {name: parallel.whole_shape(name, shape) for name, shape in targets.items()}

@@ -114,6 +114,7 @@ def install_pages(monkeypatch: pytest.MonkeyPatch) -> PoolsInNumpy:
     monkeypatch.setattr(memory, "can_decode", lambda model: model.is_batch_invariant)
     monkeypatch.setattr(memory, "fits", lambda model: model.is_batch_invariant)
     monkeypatch.setattr(paged_memory, "CompiledForward", lambda *_: None)
+    monkeypatch.setattr(paged_memory, "CapturedForward", lambda *_: None)
     monkeypatch.setattr(paged_memory, "grown", pools.grown)
     monkeypatch.setattr(paged_memory, "first_page", lambda pool: pool)
     monkeypatch.setattr(attention_metadata, "plan_pages", plan_pages)

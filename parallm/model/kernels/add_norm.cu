@@ -1,7 +1,7 @@
 // The residual stream after a sublayer, and its RMSNorm; see add_norm.py.
-// Inputs `y` (S, B, H) of type Y, parts of the sublayer's output that are still to be added up, the stream `other` (B, H)
-// before it, `weight` (H) of the norm; if HAS_LORA those of expand.cu for one target; if SHRINKS `next_order` as there,
-// `next_starts` and `next_factors`, where A (SHRUNK, H) of the only version begins at `next_starts[0]`. Outputs `sums`
+// Inputs `y` (S, B, H) of type Y, parts of the sublayer's output that are still to be added up (any array, if SPLITS is
+// 0), the stream `other` (B, H) before it, `weight` (H) of the norm; if HAS_LORA those of expand.cu for one target; if
+// SHRINKS `next_order` as there, `next_starts` and `next_factors`, where A (SHRUNK, H) of the only version begins at `next_starts[0]`. Outputs `sums`
 // (B, H), rounded as MLX's sum, `normed` (B, H), and if SHRINKS `shrunk` (B, SHRUNK), its products with A, zeros for rows
 // without a version.
 // T type of all arrays but the parts, SPLITS parts, SIZE of H. A block of BLOCK threads has a row, and each of its first
@@ -60,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK) add_norm(const Y* y, const T
       copy_async(to + (K * SIZE + i) * int(sizeof(T)), a + i);
   asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
-  Given given[SPLITS];
+  Given given[SPLITS ? SPLITS : 1];
   P before, factor;
   if (is_inside) {
 #pragma unroll

@@ -23,8 +23,9 @@ USUAL_BYTES = 48 << 10  # that a block may have unless MLX asks for more, as it 
 THREADS_OF_COLUMN, MAX_THREADS_OF_COLUMNS = 8, 512
 
 
-def fits(parts_SBTH: mx.array, stream_BTH: mx.array, lora: ShrinkOutput | None = None) -> bool:
+def fits(parts_SBTH: mx.array | None, stream_BTH: mx.array, lora: ShrinkOutput | None = None) -> bool:
     """Whether `add_norm` can compute these, of one token a row, on this device."""
+    parts_SBTH = stream_BTH[None] if parts_SBTH is None else parts_SBTH
     size = stream_BTH.shape[-1]
     factors = _ranks(lora) * size
     return (
@@ -60,7 +61,7 @@ def _has_room(num_bytes: int) -> bool:
 
 
 def add_norm(
-    parts_SBTH: mx.array,
+    parts_SBTH: mx.array | None,
     stream_BTH: mx.array,
     weight_H: mx.array,
     eps: float,
@@ -68,13 +69,14 @@ def add_norm(
     lora: ShrinkOutput | None = None,
     following: tuple[GroupWeights, mx.array] | None = None,
 ) -> list[mx.array]:
-    """The sum of all parts, the stream and the product of `lora`, which has one target, and the sum's RMSNorm, both
-    (B, T, H) in the stream's type. With the weights that come next and the `order_B2` of the rows (`can_shrink`) also
-    the norm's products with A, (B, K) in the stream's type."""
-    splits, *rows, size = parts_SBTH.shape
+    """The sum of all parts (None: no parts), the stream and the product of `lora`, which has one target, and the sum's
+    RMSNorm, both (B, T, H) in the stream's type. With the weights that come next and the `order_B2` of the rows
+    (`can_shrink`) also the norm's products with A, (B, K) in the stream's type."""
+    *rows, size = stream_BTH.shape
+    splits, given = (0, stream_BTH) if parts_SBTH is None else (parts_SBTH.shape[0], parts_SBTH)
     threads, chunks = threads_and_chunks(size, stream_BTH.dtype)
     block = max(threads, -(-size // _values(stream_BTH.dtype) // 32) * 32)
-    inputs, sizes = [parts_SBTH, stream_BTH, weight_H], [rows[0] * rows[1]]
+    inputs, sizes = [given, stream_BTH, weight_H], [rows[0] * rows[1]]
     if lora is not None:
         inputs += lora.inputs()
         sizes += [lora.hidden_PBTK.shape[0], *lora.weights.array_VN.shape]
@@ -86,7 +88,7 @@ def add_norm(
         block = max(block, min(columns * THREADS_OF_COLUMN, MAX_THREADS_OF_COLUMNS))
     defines = (
         ("T", stream_BTH.dtype),
-        ("Y", parts_SBTH.dtype),
+        ("Y", given.dtype),
         ("SPLITS", splits),
         ("SIZE", size),
         ("THREADS", threads),

@@ -35,6 +35,7 @@ THREADS_OF_PROBE = 32
 
 logger = logging.getLogger(__name__)
 _listed: ContextVar[dict[Specialization, None] | None] = ContextVar("listed", default=None)
+_captured: ContextVar["list[Launch] | None"] = ContextVar("captured", default=None)
 
 
 def on_cuda() -> bool:
@@ -86,6 +87,7 @@ class Kernel:
     (`listed_kernels`): the outputs are zeros."""
     shared_memory: int
     copies_views: bool
+    defines: Defines = ()
 
     def __call__(
         self,
@@ -101,19 +103,35 @@ class Kernel:
         where they are (`columns.py`)."""
         if self.code is None:
             return [mx.zeros(shape, dtype) for shape, dtype in zip(output_shapes, output_dtypes, strict=True)]
+        arrays, numbers = list(map(memory_of, inputs)), list(map(_as_scalar, scalars))
         outputs: list[mx.array] = mx.fast.precompiled_cuda_kernel(
             name=self.name,
             compiled_source=self.code,
-            inputs=list(map(memory_of, inputs)),
+            inputs=arrays,
             output_shapes=output_shapes,
             output_dtypes=output_dtypes,
-            scalars=[_float32(scalar) if isinstance(scalar, float) else scalar for scalar in scalars],
+            scalars=numbers,
             grid=grid,
             threadgroup=threadgroup,
             shared_memory=self.shared_memory,
             ensure_row_contiguous=self.copies_views,
         )
+        if (captured := _captured.get()) is not None:
+            captured.append(Launch(self, arrays, outputs, numbers, grid, threadgroup))
         return outputs
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A call of a kernel."""
+
+    kernel: Kernel
+    inputs: Sequence[mx.array]
+    outputs: Sequence[mx.array]
+    scalars: Sequence[Number]
+    grid: Size3
+    """Threads."""
+    threadgroup: Size3
 
 
 def kernel(name: str, defines: Defines = (), *, shared_memory: int = 0, copies_views: bool = True) -> Kernel:
@@ -126,14 +144,14 @@ def kernel(name: str, defines: Defines = (), *, shared_memory: int = 0, copies_v
     if listed is None:
         return _kernel(name, defines, shared_memory, copies_views)
     listed[name, defines] = None
-    return Kernel(name, None, shared_memory, copies_views)
+    return Kernel(name, None, shared_memory, copies_views, defines)
 
 
 @cache
 def _kernel(name: str, defines: Defines, shared_memory: int, copies_views: bool) -> Kernel:
     code = cubin(name, defines, target())
     token = put_module(name, code) if _finds_modules() else None
-    return Kernel(name, token or code, shared_memory, copies_views)
+    return Kernel(name, token or code, shared_memory, copies_views, defines)
 
 
 @cache
@@ -168,8 +186,21 @@ def listed_kernels() -> Iterator[dict[Specialization, None]]:
         _listed.reset(token)
 
 
-def _float32(number: float) -> float:
+@contextmanager
+def captured_launches() -> Iterator[list[Launch]]:
+    """The launches that are built inside the block, in their order. They run as always, once they are evaluated."""
+    captured: list[Launch] = []
+    token = _captured.set(captured)
+    try:
+        yield captured
+    finally:
+        _captured.reset(token)
+
+
+def _as_scalar(number: Number) -> Number:
     """The nearest number that MLX takes as a scalar."""
+    if not isinstance(number, float):
+        return number
     rounded: float = struct.unpack("<f", struct.pack("<f", number))[0]
     return rounded
 

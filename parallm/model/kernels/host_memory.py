@@ -14,11 +14,12 @@ import threading
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable
-from functools import cache
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
+
+from parallm.model.kernels.driver import CudaError, call
 
 PORTABLE, DEVICE_MAP = 1, 2  # of cuMemHostAlloc
 MIN_NUMBERS = 256
@@ -105,14 +106,11 @@ def _page_locked(size: int) -> Memory:
         return np.zeros(size, np.int32)
     mx.eval(mx.zeros(1))  # gives this thread a context of CUDA
     pointer = ctypes.c_void_p()
-    status = _driver().cuMemHostAlloc(ctypes.byref(pointer), ctypes.c_size_t(4 * size), PORTABLE | DEVICE_MAP)
-    if status or pointer.value is None:
-        raise MemoryError(f"CUDA gives no page-locked memory for {4 * size} bytes: error {status}")
+    try:
+        call("cuMemHostAlloc", ctypes.byref(pointer), ctypes.c_size_t(4 * size), PORTABLE | DEVICE_MAP)
+    except CudaError as error:
+        raise MemoryError(f"CUDA gives no page-locked memory for {4 * size} bytes: {error}") from error
+    assert pointer.value is not None
     numbers = np.ctypeslib.as_array((ctypes.c_int32 * size).from_address(pointer.value))
     numbers[:] = 0
     return numbers
-
-
-@cache
-def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")

@@ -55,6 +55,11 @@ class LoraContext:
     def __init__(self) -> None:
         self.lora: LoraBinding | None = None  # written only by `applied`, on the device thread
 
+    @property
+    def is_served(self) -> bool:
+        """Whether kernels that have no gradients may compute what runs now."""
+        return self.lora is None or isinstance(self.lora, SegmentedLora)
+
     @contextmanager
     def applied(self, lora: LoraBinding | None) -> Iterator[None]:
         """Let the targets apply `lora` inside the block; None leaves the base alone."""
@@ -166,7 +171,9 @@ class MergedLinear:
         """Build the outputs for `x`, and what reads them in the forwards before; see `listed_kernels`."""
         outputs = self._all(x, lora)
         if len(outputs) == 1:
-            self._list_norms(outputs[0] if self.whole is None else self.whole(outputs[0]), lora)
+            output = outputs[0] if self.whole is None else self.whole(outputs[0])
+            if isinstance(origin := origin_of(output + mx.zeros(output.shape, output.dtype)), ResidualSum):
+                list_norms(origin, lora)
             return
         weights = lora.of_group(self.targets) if lora else None
         ways = [outputs]
@@ -175,17 +182,6 @@ class MergedLinear:
             ways.append(self._plus(x, ShrunkRows(weights=weights, shrunk_BK=shrunk_BK)))
         for way in ways if self._is_gated else ():
             swiglu(*way)
-
-    @staticmethod
-    def _list_norms(output: mx.array, lora: SegmentedLora | None) -> None:
-        """Build what reads the stream after `output` is added: its norm, also with A of any targets that may follow."""
-        total = output + mx.zeros(output.shape, output.dtype)
-        if not isinstance(origin := origin_of(total), ResidualSum):
-            return
-        normed = origin_of(origin.normed(mx.ones(total.shape[-1], total.dtype), 1.0))
-        if lora is not None and isinstance(normed, NormedSum):
-            for weights in lora.of_several():
-                normed.shrunk(weights, lora.order_B2)
 
     def _all(self, x: mx.array, lora: LoraBinding | None) -> list[mx.array]:
         if isinstance(lora, TrainingLora):
@@ -283,6 +279,15 @@ def _is_long(x: mx.array, lora: SegmentedLora) -> bool:
     """Whether `x` (B, T, I) holds many tokens of prompts: as one row, which has one version, or flat."""
     is_prompt = lora.is_flat or (x.shape[0] == 1 and lora.weights.num_versions == 1)
     return is_prompt and x.shape[0] * x.shape[1] >= MIN_LONG
+
+
+def list_norms(stream: ResidualSum, lora: SegmentedLora | None) -> None:
+    """Build what reads a stream: its norm, also with A of any targets that may follow; see `listed_kernels`."""
+    before_BTH = stream.before_BTH
+    normed = origin_of(stream.normed(mx.ones(before_BTH.shape[-1], before_BTH.dtype), 1.0))
+    if lora is not None and isinstance(normed, NormedSum):
+        for weights in lora.of_several():
+            normed.shrunk(weights, lora.order_B2)
 
 
 def merged_linears(base: nn.Module) -> list[MergedLinear]:

@@ -19,7 +19,9 @@ from mlx_lm.models import activations as mlx_lm_activations
 from mlx_lm.models import base as mlx_lm_base
 
 from parallm.model.attention import attention
+from parallm.model.kernels import head_norm, unpack
 from parallm.model.kernels.add_norm import add_norm, can_shrink, fits
+from parallm.model.kernels.columns import flat_rows
 from parallm.model.kernels.cuda import VECTOR_BYTES, has_kernels
 from parallm.model.kernels.gather import take_rows
 from parallm.model.kernels.segmented_lora import GroupWeights, ShrinkOutput
@@ -56,8 +58,9 @@ class OwnCache:
         return attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
 
 
-def install_forward(model: nn.Module) -> None:
-    """Let the modules that define `model`'s layers call our functions. Changes mlx-lm's modules; safe to repeat."""
+def install_forward(model: nn.Module, is_served: Callable[[], bool]) -> None:
+    """Let the modules that define `model`'s layers call our functions; `is_served`: see `FusedNorm`. Changes mlx-lm's
+    modules; safe to repeat."""
     replaced = {
         "scaled_dot_product_attention": (_mlx_lm_attention, _dispatch),
         "swiglu": (_mlx_lm_swiglu, swiglu),
@@ -70,6 +73,8 @@ def install_forward(model: nn.Module) -> None:
     if has_kernels():
         fuse_norms(model)
         for layer in model.modules():
+            if isinstance(layer, FusedNorm):
+                layer.is_served = is_served
             if type(layer) in EMBEDDINGS:
                 layer.__class__ = EMBEDDINGS[type(layer)]
 
@@ -93,6 +98,10 @@ class QuantizedRowEmbedding(nn.QuantizedEmbedding):
 
     def __call__(self, x: mx.array) -> mx.array:
         rows = {name: take_rows(self[name], x) for name in ("weight", "scales", "biases") if self.get(name) is not None}
+        if unpack.fits(self, self.scales.dtype):
+            packed, *groups = (flat_rows(rows[name]) for name in ("weight", "scales", "biases"))
+            unpacked = unpack.unpack_weights(packed, *groups, group_size=self.group_size, bits=self.bits)
+            return unpacked.reshape(*x.shape, -1)
         return mx.dequantize(
             rows["weight"],
             scales=rows["scales"],
@@ -191,7 +200,8 @@ def origin_of(array: mx.array) -> object | None:
 class ResidualSum:
     """Origin of the residual stream after a sublayer: the parts of the sublayer's output and the stream before it."""
 
-    parts_SBTH: mx.array
+    parts_SBTH: mx.array | None
+    """None: the stream before is all of it."""
     before_BTH: mx.array
     kernel: AddNorm | None
     """Adds and norms; None: `add_norm`."""
@@ -202,10 +212,18 @@ class ResidualSum:
 
     def normed(self, weight_H: mx.array, eps: float) -> mx.array:
         """RMSNorm of the stream, (B, T, H)."""
-        given = self.parts_SBTH, self.before_BTH, weight_H, eps
-        self.value_BTH, normed_BTH = self.kernel(*given) if self.kernel else add_norm(*given, lora=self.lora)
+        parts_SBTH, before_BTH = self.parts_SBTH, self.before_BTH
+        if self.kernel is not None and parts_SBTH is not None:
+            self.value_BTH, normed_BTH = self.kernel(parts_SBTH, before_BTH, weight_H, eps)
+        else:
+            self.value_BTH, normed_BTH = add_norm(parts_SBTH, before_BTH, weight_H, eps, lora=self.lora)
         set_origin(normed_BTH, NormedSum(total=self, weight_H=weight_H, eps=eps))
         return normed_BTH
+
+
+def whole_stream(stream_BTH: mx.array) -> ResidualSum:
+    """The origin of a stream to which nothing was added yet."""
+    return ResidualSum(parts_SBTH=None, before_BTH=stream_BTH, kernel=None, lora=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,12 +252,20 @@ class NormedSum:
 
 
 class FusedNorm(nn.RMSNorm):
-    """An RMSNorm that a residual add may be part of."""
+    """An RMSNorm that may be one kernel with a residual add and with what comes after it."""
+
+    is_served: Callable[[], bool] = staticmethod(lambda: False)
+    """Whether nothing is differentiated now."""
 
     def __call__(self, x: mx.array) -> mx.array:
         match origin_of(x):
             case ResidualSum() as origin if self.weight.dtype == x.dtype:
                 return origin.normed(self.weight, self.eps)
+            case None if self.weight.dtype == x.dtype and self.is_served():
+                if fits(None, x):
+                    return whole_stream(x).normed(self.weight, self.eps)
+                if head_norm.fits(x, self.weight):
+                    return head_norm.head_norm(x, self.weight, self.eps)
         normed: mx.array = super().__call__(x)
         return normed
 

@@ -71,6 +71,16 @@ def test_the_kernel_gives_the_bits_of_an_add_and_a_norm(rows: int, splits: int, 
     assert difference <= 0.04
 
 
+@pytest.mark.skipif(not has_kernels(), reason="CUDA kernels")
+@pytest.mark.parametrize("size", [64, 896, 1536, 4096])
+def test_a_stream_without_parts_is_normed_as_by_mlx(size: int) -> None:
+    stream_B1H, weight_H = (mx.random.normal(shape).astype(mx.bfloat16) for shape in ((7, 1, size), (size,)))
+    assert fits(None, stream_B1H)
+    sums_B1H, normed_B1H = add_norm(None, stream_B1H, weight_H, 1e-5)
+    assert mx.array_equal(sums_B1H, stream_B1H).item()
+    assert (normed_B1H == mx.fast.rms_norm(stream_B1H, weight_H, 1e-5)).mean().item() > 0.999
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
     """Rows that use versions of one target's LoRA, after A."""
@@ -191,6 +201,26 @@ def shrinks(index: list[int], size: int, ranks: list[int]) -> bool:
 @pytest.mark.parametrize("case", SHRINK_CASES)
 def test_the_norm_is_multiplied_by_the_next_a(case: str, kernels: CpuKernels) -> None:
     assert shrinks(*SHRINK_CASES[case])
+
+
+@needs_compiler
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_a_stream_without_parts_is_multiplied_by_the_next_a(is_whole: bool, kernels: CpuKernels) -> None:
+    """`is_whole`: False is the control, in which a part was forgotten."""
+    rows = random_rows([0, -1, 0], size=896, rank=16, splits=1, versions=1)
+    following = random_versions(896, [32, 32], [16, 8], 1, mx.float16)
+    sums_B1H, normed_B1H, shrunk_BK = add_norm(
+        None if is_whole else rows.parts_SB1H,
+        rows.stream_B1H,
+        rows.weight_H,
+        EPS,
+        following=(following.weights, rows.lora.order_B2),
+    )
+    assert mx.array_equal(sums_B1H, rows.stream_B1H).item() == is_whole
+    normed_BH = np.array(mx.fast.rms_norm(rows.stream_B1H, rows.weight_H, EPS), np.float32)[:, 0]
+    assert np.allclose(np.array(normed_B1H, np.float32)[:, 0], normed_BH, rtol=4e-3, atol=4e-3) == is_whole
+    wanted_BK = normed_BH @ np.array(following.a_IK[0], np.float32) * np.array([1, 0, 1])[:, None]
+    assert np.allclose(np.array(shrunk_BK, np.float32), wanted_BK, rtol=4e-3, atol=4e-3) == is_whole
 
 
 @pytest.mark.skipif(not has_kernels(), reason="CUDA kernels")

@@ -17,10 +17,12 @@ import pytest
 
 from parallm.model.kernels import (
     add_norm,
+    addresses,
     all_sum,
     chunk_gates,
     chunk_scan,
     conv_step,
+    copy_into,
     cuda,
     decode_attention,
     delta_chunks,
@@ -29,6 +31,7 @@ from parallm.model.kernels import (
     gated_delta_step,
     gated_norm,
     gather,
+    head_norm,
     page_copy,
     paged_attention,
     quantized_gemm,
@@ -71,6 +74,7 @@ TYPES = {
     "float*": mx.float32,
     "int*": mx.int32,
     "int4*": mx.int32,
+    "uint64_t*": mx.uint64,
 }
 SCALARS = {"int": int, "float": float, "bool": bool}
 
@@ -119,7 +123,7 @@ def mistakes(launch: Launch) -> list[str]:
     found = []
     for (kind, parameter), (access, dtype) in zip(wanted, given, strict=False):
         expected = macros.get(kind.removeprefix("const ").rstrip("*"), TYPES.get(kind))
-        is_unread = parameter == "angles" and not macros.get("DIMS")
+        is_unread = kind == "const void*" or (parameter == "angles" and not macros.get("DIMS"))
         if kind.startswith("const") != (access == "const") or (str(expected) != str(dtype) and not is_unread):
             found.append(f"{launch.name}: {kind} {parameter} gets {access} {dtype}")
     for (kind, parameter), scalar in zip(wanted[len(given) :], launch.scalars, strict=True):
@@ -246,7 +250,8 @@ def prefill(dtype: mx.Dtype, rotation: Rotation | None = None) -> None:
 
 def normalize(dtype: mx.Dtype, *, size: int, splits: int, versions: int = 0, next_ranks: tuple[int, ...] = ()) -> None:
     half = mx.bfloat16 if dtype == mx.float32 else dtype
-    parts, stream = mx.zeros((splits, 5, 1, size), half if splits == 1 else mx.float32), mx.zeros((5, 1, size), half)
+    stream = mx.zeros((5, 1, size), half)
+    parts = mx.zeros((splits, 5, 1, size), half if splits == 1 else mx.float32) if splits else None
     lora = None
     if versions:
         rank, order = add_norm.MAX_FACTORS // size, order_rows([0] * 5, versions)
@@ -298,6 +303,14 @@ def update_states(dtype: mx.Dtype, *, size: int, is_by_channel: bool = False, is
     state = mx.zeros((3, 4, size, size))
     assert gated_delta_step.fits(q, k, v, gates, state, norm)
     gated_delta_step.gated_delta_step(q, k, v, gates, state, unit_norm=unit, output_norm=norm)
+
+
+def normalize_heads(dtype: mx.Dtype) -> None:
+    half = mx.bfloat16 if dtype == mx.float32 else dtype
+    _, keys_B1XD, _ = columns_of(mx.zeros((5, 1, 1152), half), [896, 128, 128])
+    heads, weight = keys_B1XD.reshape(5, 1, 2, 64), mx.zeros(64, half)
+    assert head_norm.fits(heads, weight)
+    head_norm.head_norm(heads, weight, 1e-6)
 
 
 def gate_and_normalize(dtype: mx.Dtype) -> None:
@@ -501,6 +514,10 @@ FACES: dict[str, Face] = {
     "mix chunks of many rows": lambda dtype: mix_chunks(dtype, heads=(8, 8), rows=24),
     "project": project,
     "copy": copy,
+    "copy into": lambda dtype: copy_into.copy_into([mx.zeros(6, dtype)] * 3, [mx.zeros((3, 2), dtype)] * 3),
+    "addresses": lambda dtype: addresses.addresses([mx.zeros(3, dtype), mx.zeros(1, mx.int32)]),
+    "normalize heads": normalize_heads,
+    "normalize without parts": lambda dtype: normalize(dtype, size=896, splits=0, next_ranks=(16, 16, 16)),
     "sum over ranks": sum_over_ranks,
     "sum over ranks and normalize": lambda dtype: add_norm_over_ranks(dtype, size=8192, splits=4, ranks=2),
     "sum over many ranks and normalize": lambda dtype: add_norm_over_ranks(dtype, size=1280, splits=1, ranks=8),
@@ -564,6 +581,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
         gated_delta_step,
         gated_norm,
         gather,
+        head_norm,
         cuda,
         paged_attention,
         segmented_lora,

@@ -73,10 +73,11 @@ def layers(
     return [*normed, stream_BTH]
 
 
+@pytest.mark.parametrize("is_served", [False, True])
 @pytest.mark.parametrize("has_lora", [False, True])
 @pytest.mark.parametrize("num_tokens", [1, 2])
 def test_a_residual_add_and_its_norm_are_one_kernel(
-    num_tokens: int, has_lora: bool, monkeypatch: pytest.MonkeyPatch
+    num_tokens: int, has_lora: bool, is_served: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weights = random_versions(8, [8], [8], 1, mx.float32).weights
     shrunk = ShrinkOutput(weights=weights, order_B2=mx.zeros((3, 2)), hidden_PBTK=mx.zeros((1, 3, 1, 8)))
@@ -84,21 +85,23 @@ def test_a_residual_add_and_its_norm_are_one_kernel(
     launched: list[tuple[mx.array, mx.array]] = []
 
     def add_norm(
-        parts_SBTH: mx.array, stream_BTH: mx.array, weight_H: mx.array, eps: float, *, lora: ShrinkOutput | None
+        parts_SBTH: mx.array | None, stream_BTH: mx.array, weight_H: mx.array, eps: float, *, lora: ShrinkOutput | None
     ) -> tuple[mx.array, ...]:
-        assert lora is given
-        total_BTH = stream_BTH + parts_SBTH.sum(axis=0)
+        assert lora is (None if parts_SBTH is None else given)
+        total_BTH = stream_BTH if parts_SBTH is None else stream_BTH + parts_SBTH.sum(axis=0)
         launched.append((stream_BTH, total_BTH))
         return total_BTH, mx.fast.rms_norm(total_BTH, weight_H, eps)
 
     monkeypatch.setattr(forward, "add_norm", add_norm)
-    monkeypatch.setattr(forward, "fits", lambda parts, stream, lora: stream.shape[1] == 1)
-    norm = FusedNorm(8)
-    norm.weight = mx.random.normal((8,))
+    monkeypatch.setattr(forward, "fits", lambda parts, stream, lora=None: stream.shape[1] == 1)
+    norm, plain = FusedNorm(8), nn.RMSNorm(8)
+    norm.is_served = lambda: is_served
+    norm.weight = plain.weight = mx.random.normal((8,))
     stream_BTH, parts = mx.random.normal((3, num_tokens, 8)), [mx.random.normal((2, 3, num_tokens, 8))] * 3
-    found, expected = (layers(stream_BTH, parts, norm, is_fused=is_fused, lora=given) for is_fused in (True, False))
+    found = layers(stream_BTH, parts, norm, is_fused=True, lora=given)
+    expected = layers(stream_BTH, parts, plain, is_fused=False)
     assert all(mx.allclose(*pair, atol=1e-5) for pair in zip(found, expected, strict=True))
-    assert len(launched) == (3 if num_tokens == 1 else 0)
+    assert len(launched) == (3 + is_served if num_tokens == 1 else 0)
     for (_, total), (before, _) in itertools.pairwise(launched):
         assert before is total  # no add by itself is left
 

@@ -1,0 +1,198 @@
+"""Decode steps over pages as CUDA graphs: the trunk of a model, captured for each number of rows, width of tables and
+form of LoRA.
+
+What differs from step to step is copied to where the captured kernels read it: tokens, lengths, tables, the versions of
+rows, and their LoRA weights when they change. Pools that have grown get new graphs of what was captured.
+
+Axes: B rows, N pages of a table, H hidden.
+"""
+
+import logging
+import weakref
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import mlx.core as mx
+
+from parallm.engine.kv.attention_metadata import AttentionMetadata
+from parallm.engine.kv.paged_cache import PagedCache
+from parallm.model.kernels.addresses import addresses
+from parallm.model.kernels.copy_into import copy_into
+from parallm.model.kernels.cuda_graph import Arena, Capture, NotCaptured, capture
+from parallm.model.kernels.driver import CudaError, Graph, GraphStream
+from parallm.model.kernels.page_write import PAGE
+from parallm.model.lora.segmented import PackedLayout, PackedLora, SegmentedLora
+from parallm.model.shared_model import SharedModel
+
+MAX_STEPS = 256
+"""Forms whose graphs are kept."""
+FEW_ROWS = 4
+"""Rows of a step that is captured in place of one of a single row, which goes through kernels of MLX."""
+
+LoraForm = tuple[PackedLayout, int, tuple[int, ...]]
+StepForm = tuple[int, int, LoraForm | None]
+"""Rows, width of tables, and layout, number of versions and shape of the order of LoRA."""
+
+logger = logging.getLogger(__name__)
+
+
+class PackedCopy:
+    """LoRA weights where captured kernels read them."""
+
+    def __init__(self, like: PackedLora) -> None:
+        arrays = tuple(mx.zeros(array.shape, array.dtype) for array in like.arrays)
+        mx.eval(arrays)
+        self.weights = replace(like, arrays=arrays)
+        self._source: PackedLora | None = None
+
+    def take(self, source: PackedLora) -> None:
+        """Hold the weights of `source`, from the next step on."""
+        if source is not self._source:
+            pairs = zip(self.weights.arrays, source.arrays, strict=True)
+            mx.async_eval([copy_into([target], [array])[0] for target, array in pairs])
+            self._source = source
+
+
+@dataclass(slots=True, kw_only=True)
+class CapturedStep:
+    """A step of one form."""
+
+    captured: Capture
+    inputs: Sequence[mx.array]
+    """Tokens, lengths, tables, and the order of rows where there is LoRA."""
+    weights: PackedCopy | None
+    pools: Sequence[int]
+    """Addresses of the pools in `graph`."""
+    graph: Graph
+
+
+class Pools:
+    """The pools of now, which are not kept: they are large."""
+
+    def __init__(self) -> None:
+        self._first: weakref.ref[mx.array] | None = None
+        self.addresses: Sequence[int] = ()
+
+    def set(self, pools: Sequence[mx.array]) -> None:
+        if self._first is None or self._first() is not pools[0]:
+            self.addresses = [address for address in addresses(pools) if address is not None]
+            self._first = weakref.ref(pools[0])
+
+
+class CapturedForward:
+    """The trunk of a model for rows with pages. Device thread only."""
+
+    def __init__(self, model: SharedModel) -> None:
+        self.has_few_rows = True
+        """Whether steps of few rows can be captured, as far as is known."""
+        self._model = model
+        self._stream: GraphStream | None = None
+        self._arena = Arena()
+        self._pools = Pools()
+        self._steps: OrderedDict[StepForm, CapturedStep | None] = OrderedDict()  # those used last come last
+        self._weights: dict[tuple[PackedLayout, int], PackedCopy] = {}
+        self._reasons: set[str] = set()  # that were logged
+
+    def __call__(
+        self,
+        tokens_B: mx.array,
+        lengths_B: mx.array,
+        tables_BN: mx.array,
+        pools: Sequence[mx.array],
+        lora: SegmentedLora | None,
+    ) -> mx.array | None:
+        """Feed `tokens_B`, int32: hidden states (B, H), or None where steps of this form cannot be captured.
+
+        What is computed from the hidden states has to be launched before the next call.
+        """
+        step = self.prepare(tables_BN.shape[0], tables_BN.shape[1], pools, lora)
+        if step is None:
+            return None
+        assert self._stream is not None, "a step is captured"
+        if step.weights is not None and lora is not None:
+            step.weights.take(lora.weights)
+        given = [tokens_B, lengths_B, tables_BN] + ([] if lora is None else [lora.order_B2])
+        copied, arrivals = copy_into(step.inputs, given, self._stream.counter)
+        try:
+            mx.async_eval(copied)
+        except BaseException:
+            self._stream.reset()
+            raise
+        self._stream.launch(step.graph, arrivals)
+        return step.captured.result.reshape(len(tokens_B), -1)
+
+    def prepare(
+        self, rows: int, width: int, pools: Sequence[mx.array], lora: SegmentedLora | None
+    ) -> CapturedStep | None:
+        """Capture the steps of a form, unless they are; None where that cannot be."""
+        form = (
+            rows,
+            width,
+            None if lora is None else (lora.weights.layout, lora.weights.num_versions, lora.order_B2.shape),
+        )
+        self._pools.set(pools)
+        if form not in self._steps:
+            self._steps[form] = self._try_capture(rows, width, pools, lora)
+            if len(self._steps) > MAX_STEPS:
+                self._steps.popitem(last=False)
+        self._steps.move_to_end(form)
+        step = self._steps[form]
+        if step is not None and step.pools is not self._pools.addresses:
+            step.captured = step.captured.moved(dict(zip(step.pools, self._pools.addresses, strict=True)))
+            step.graph, step.pools = Graph(step.captured.nodes), self._pools.addresses
+        return step
+
+    def _try_capture(
+        self, rows: int, width: int, pools: Sequence[mx.array], lora: SegmentedLora | None
+    ) -> CapturedStep | None:
+        try:
+            return self._capture(rows, width, pools, lora)
+        except (NotCaptured, CudaError, OSError) as error:
+            self.has_few_rows = self.has_few_rows and rows > FEW_ROWS
+            if str(error) not in self._reasons:
+                logger.info("the kernels of steps of %d rows are launched one by one: %s", rows, error)
+                self._reasons.add(str(error))
+            return None
+
+    def _capture(self, rows: int, width: int, pools: Sequence[mx.array], lora: SegmentedLora | None) -> CapturedStep:
+        """Runs the step once, for rows of length 0: it writes to the scratch page alone."""
+        self._stream = self._stream or GraphStream()
+        shapes, weights = [(rows,), (rows,), (rows, width)], None
+        if lora is not None:
+            if lora.weights.experts:
+                raise NotCaptured("experts have LoRA")
+            shapes.append(lora.order_B2.shape)
+            weights = self._copy_like(lora.weights)
+        tokens_B, lengths_B, tables_BN, *order = inputs = [mx.zeros(shape, mx.int32) for shape in shapes]
+        own = replace(lora, weights=weights.weights, order_B2=order[0]) if lora and weights else None
+        mx.eval(inputs)
+        metadata = AttentionMetadata()
+        metadata.set_traced(lengths_B, tables_BN, num_positions=width * PAGE)
+
+        def forward() -> mx.array:
+            caches = [PagedCache(metadata, layer) for layer in zip(pools[::2], pools[1::2], strict=True)]
+            return self._model.hidden(tokens_B[:, None], caches, own)
+
+        captured = capture(forward, self._arena, self._pools.addresses)
+        return CapturedStep(
+            captured=captured,
+            inputs=inputs,
+            weights=weights,
+            pools=self._pools.addresses,
+            graph=Graph(captured.nodes),
+        )
+
+    def _copy_like(self, weights: PackedLora) -> PackedCopy:
+        key = weights.layout, weights.num_versions
+        if key not in self._weights:
+            self._weights[key] = PackedCopy(weights)
+        return self._weights[key]
+
+
+def list_kernels() -> None:
+    """Build what captured steps need beside the kernels of steps; see `listed_kernels`."""
+    word = mx.zeros(1, mx.int32)
+    addresses([word])
+    for count in (1, 3, 4):  # weights, and inputs without LoRA and with it
+        copy_into([word] * count, [word] * count)

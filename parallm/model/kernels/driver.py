@@ -1,0 +1,165 @@
+"""CUDA's driver (https://docs.nvidia.com/cuda/cuda-driver-api), for what MLX does not offer: page-locked memory, and
+graphs of kernels that run again and again.
+
+Calls belong to the context of the calling thread, which MLX makes. They keep Python's lock, because those of a step are
+short.
+"""
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+
+NON_BLOCKING, WITHOUT_TIMES = 1, 2  # of a stream, and of an event
+MAX_SHARED_ATTRIBUTE = 8  # of a function
+WAIT_UNTIL_REACHED = 0  # in a circle of 32 bits
+USUAL_SHARED = 48 << 10  # bytes of a block that need no attribute
+
+Argument = ctypes.c_void_p | ctypes.c_int32 | ctypes.c_float | ctypes.c_bool
+Size3 = tuple[int, int, int]
+
+
+class CudaError(RuntimeError):
+    """The driver refused a call."""
+
+
+class _NodeParams(ctypes.Structure):
+    """CUDA_KERNEL_NODE_PARAMS_v2."""
+
+    _fields_ = [
+        ("function", ctypes.c_void_p),
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("arguments", ctypes.POINTER(ctypes.c_void_p)),
+        ("extra", ctypes.c_void_p),
+        ("kernel", ctypes.c_void_p),
+        ("context", ctypes.c_void_p),
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphNode:
+    """A launch of a kernel."""
+
+    function: int
+    blocks: Size3
+    threads: Size3
+    shared_bytes: int
+    arguments: Sequence[Argument]
+
+    def moved(self, places: Mapping[int, int]) -> "GraphNode":
+        """The same with other addresses, by those of before."""
+
+        def moved(argument: Argument) -> Argument:
+            place = places.get(argument.value or 0) if isinstance(argument, ctypes.c_void_p) else None
+            return argument if place is None else ctypes.c_void_p(place)
+
+        return replace(self, arguments=list(map(moved, self.arguments)))
+
+
+def call(name: str, *arguments: Any) -> None:
+    """Call a function of the driver. Raises CudaError."""
+    status = driver()[name](*arguments)
+    if status:
+        text = ctypes.c_char_p()
+        driver().cuGetErrorString(status, ctypes.byref(text))
+        raise CudaError(f"{name}: {(text.value or b'').decode() or f'error {status}'}")
+
+
+@cache
+def driver() -> ctypes.PyDLL:
+    """Raises OSError."""
+    return ctypes.PyDLL("libcuda.so.1")
+
+
+def current_context() -> int:
+    """The context of this thread. Raises CudaError."""
+    mx.eval(mx.zeros(1))  # makes one
+    return _made("cuCtxGetCurrent")
+
+
+def load_function(name: str, cubin: bytes, shared_bytes: int) -> int:
+    """A function in machine code, whose blocks may have so much shared memory. Raises CudaError."""
+    module = _made("cuModuleLoadData", cubin)
+    function = _made("cuModuleGetFunction", ctypes.c_void_p(module), name.encode())
+    if shared_bytes > USUAL_SHARED:
+        call("cuFuncSetAttribute", ctypes.c_void_p(function), MAX_SHARED_ATTRIBUTE, shared_bytes)
+    return function
+
+
+class GraphStream:
+    """A stream of its own for graphs, in order with what MLX launches.
+
+    MLX does not tell its stream. So what comes before a graph adds to a counter, at which the graph waits, and all
+    later work of the context waits for the graph. An event for all earlier work would be simpler, but it would wait for
+    calls of the host, too, by which MLX frees memory: 0.2 ms of a step on an H200.
+    """
+
+    def __init__(self) -> None:
+        """Raises CudaError, also where the driver is older than CUDA 12.5."""
+        if not hasattr(driver(), "cuCtxWaitEvent"):
+            raise CudaError("a driver of CUDA 12.5 is needed")
+        self._context = ctypes.c_void_p(current_context())
+        self._stream = ctypes.c_void_p(_made("cuStreamCreate", NON_BLOCKING))
+        self._after = ctypes.c_void_p(_made("cuEventCreate", WITHOUT_TIMES))
+        self.counter = _made("cuMemAlloc_v2", ctypes.c_size_t(4))
+        """The address of the counter, a word of 32 bits."""
+        self._awaited = 0
+        self.reset()
+
+    def launch(self, graph: "Graph", arrivals: int) -> None:
+        """Launch a graph after `arrivals` additions of 1 to the counter, which are launched already; what is launched
+        later runs after the graph. Raises CudaError."""
+        self._awaited = (self._awaited + arrivals) % (1 << 32)
+        counter, awaited = ctypes.c_uint64(self.counter), ctypes.c_uint32(self._awaited)
+        call("cuStreamWaitValue32_v2", self._stream, counter, awaited, WAIT_UNTIL_REACHED)
+        call("cuGraphLaunch", graph.executable, self._stream)
+        call("cuEventRecord", self._after, self._stream)
+        call("cuCtxWaitEvent", self._context, self._after)
+
+    def reset(self) -> None:
+        """Begin to count anew, after all work: some additions may not have been launched. Raises CudaError."""
+        call("cuCtxSynchronize")
+        call("cuMemsetD32_v2", ctypes.c_uint64(self.counter), 0, ctypes.c_size_t(1))
+        call("cuCtxSynchronize")
+        self._awaited = 0
+
+
+class Graph:
+    """Kernels that run one after the other."""
+
+    def __init__(self, nodes: Sequence[GraphNode]) -> None:
+        """Raises CudaError."""
+        graph = ctypes.c_void_p(_made("cuGraphCreate", 0))
+        self._graph = graph
+        last: ctypes.c_void_p | None = None
+        for node in nodes:
+            addresses = [ctypes.cast(ctypes.byref(one), ctypes.c_void_p) for one in node.arguments]
+            arguments = (ctypes.c_void_p * len(addresses))(*addresses)
+            params = _NodeParams(
+                function=node.function,
+                grid=node.blocks,
+                block=node.threads,
+                shared_bytes=node.shared_bytes,
+                arguments=arguments,
+            )
+            before = (ctypes.byref(last), ctypes.c_size_t(1)) if last else (None, ctypes.c_size_t(0))
+            last = ctypes.c_void_p(_made("cuGraphAddKernelNode_v2", graph, *before, ctypes.byref(params)))
+        self.executable = ctypes.c_void_p(_made("cuGraphInstantiateWithFlags", graph, ctypes.c_ulonglong(0)))
+
+    def __del__(self) -> None:
+        if executable := getattr(self, "executable", None):
+            driver().cuGraphExecDestroy(executable)
+        if graph := getattr(self, "_graph", None):
+            driver().cuGraphDestroy(graph)
+
+
+def _made(name: str, *arguments: Any) -> int:
+    """What a function of the driver puts where its first argument points."""
+    made = ctypes.c_void_p()
+    call(name, ctypes.byref(made), *arguments)
+    return made.value or 0

@@ -1,0 +1,230 @@
+"""Captured steps: which models launch kernels of ours alone, when steps are captured, and what they read."""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from bench.workers.random_model import random_model
+from bench.workers.workbench import random_adapter
+
+from parallm.engine import captured_forward
+from parallm.engine.captured_forward import CapturedForward
+from parallm.engine.kv.attention_metadata import AttentionMetadata
+from parallm.engine.kv.paged_cache import PagedCache, make_pools
+from parallm.model.kernels import cuda
+from parallm.model.kernels.columns import memory_of
+from parallm.model.kernels.compiler import Specialization
+from parallm.model.kernels.cuda_graph import VIEWS, Arena, Capture, NotCaptured, operations
+from parallm.model.kernels.driver import CudaError
+from parallm.model.kernels.page_write import PAGE
+from parallm.model.lora.segmented import SegmentedLora
+from parallm.model.lora.selector import LoraSelector
+from parallm.model.shared_model import SharedModel
+from tests.engine.test_kernel_list import SHAPE, launched
+
+__all__ = ["launched"]
+QUANTIZED = {"quantization": {"group_size": 64, "bits": 4}}
+WIDER = {"hidden_size": 256, "intermediate_size": 512}
+
+
+def step_operations(model: SharedModel, rows: int, lora: SegmentedLora | None) -> set[str]:
+    """MLX's own operations of a step."""
+    pools = make_pools(model, 1)
+    rows_B, tables_BN = mx.zeros(rows, mx.int32), mx.zeros((rows, 4), mx.int32)
+    mx.eval(pools, rows_B, tables_BN)
+    metadata = AttentionMetadata()
+    metadata.set_traced(rows_B, tables_BN, num_positions=4 * PAGE)
+    hidden = model.hidden(rows_B[:, None], [PagedCache(metadata, pool) for pool in pools], lora)
+    return operations(memory_of(hidden)) - VIEWS - {"Depends"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "is_captured"),
+    [
+        ({"model_type": "llama"}, True),
+        ({"model_type": "qwen2"}, True),
+        ({"model_type": "qwen3"}, True),
+        ({"model_type": "smollm3"}, True),
+        (WIDER | QUANTIZED, True),
+        ({"model_type": "gemma"}, False),
+    ],
+)
+def test_steps_of_these_models_launch_kernels_of_ours_alone(
+    changed: dict[str, Any],
+    is_captured: bool,
+    launched: dict[Specialization, None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`launched` lets the process believe that it has a GPU."""
+
+    def call(_: cuda.Kernel, inputs: Sequence[mx.array], *__: Any, **launch: Any) -> list[mx.array]:
+        outputs = [mx.zeros(*one) for one in zip(launch["output_shapes"], launch["output_dtypes"], strict=True)]
+        mx.eval(outputs)
+        depending: list[mx.array] = mx.depends(outputs, list(map(memory_of, inputs)))
+        return depending
+
+    monkeypatch.setattr(cuda.Kernel, "__call__", call)
+    shape = SHAPE | {"rope_theta": 10000.0, "tie_word_embeddings": True} | changed
+    model = random_model(shape, dtype="bfloat16")
+    mx.eval(model.base.parameters())
+    for rows in (4, 32):
+        lora = LoraSelector(model).select([random_adapter(model, 1)] * rows)
+        assert isinstance(lora, SegmentedLora)
+        found = step_operations(model, rows, None) | step_operations(model, rows, lora)
+        assert (not found) == is_captured, found
+
+
+@dataclass
+class Driver:
+    """Stands in for CUDA: what is launched, and what captured forwards read."""
+
+    captures: list[Callable[[], mx.array]] = field(default_factory=list)
+    graphs: list[int] = field(default_factory=list)
+    launches: list[int] = field(default_factory=list)
+    resets: int = 0
+    counter: int = 99
+
+    def capture(self, forward: Callable[[], mx.array], arena: Arena, given: Sequence[int]) -> Capture:
+        assert isinstance(arena, Arena)
+        assert given == [1, 2]
+        self.captures.append(forward)
+        return Capture(nodes=[], result=mx.zeros((4, 8)), kept=[])
+
+    def launch(self, graph: int, arrivals: int) -> None:
+        assert arrivals > 0
+        self.launches.append(graph)
+
+    def reset(self) -> None:
+        self.resets += 1
+
+
+@dataclass(frozen=True, eq=False)
+class Weights:
+    layout: object
+    arrays: tuple[mx.array, ...]
+    num_versions: int = 1
+    experts: tuple[()] = ()
+
+
+@dataclass(frozen=True)
+class Lora:
+    weights: Weights
+    order_B2: mx.array
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    made, copied = Driver(), [1, 2]
+
+    def copy_into(targets: Sequence[mx.array], sources: Sequence[mx.array], counter: int = 0) -> tuple[mx.array, int]:
+        assert counter in (0, 99)
+        for target, source in zip(targets, sources, strict=True):
+            np.asarray(target).ravel()[:] = np.asarray(source).ravel()[: target.size]
+        return mx.zeros(1), 3
+
+    def graph(_: object) -> int:
+        made.graphs.append(len(made.graphs))
+        return made.graphs[-1]
+
+    monkeypatch.setattr(captured_forward, "GraphStream", lambda: made)
+    monkeypatch.setattr(captured_forward, "Graph", graph)
+    monkeypatch.setattr(captured_forward, "capture", lambda *given: made.capture(*given))
+    monkeypatch.setattr(captured_forward, "copy_into", copy_into)
+    monkeypatch.setattr(captured_forward, "addresses", lambda _: list(copied))
+    return made
+
+
+@pytest.fixture
+def pools() -> list[mx.array]:
+    return [mx.zeros((1, 2)), mx.zeros((1, 2))]
+
+
+def call(captured: CapturedForward, pools: list[mx.array], rows: int = 4, lora: Any = None) -> mx.array | None:
+    tokens_B = mx.arange(rows, dtype=mx.int32)
+    return captured(tokens_B, tokens_B + 1, mx.zeros((rows, 4), mx.int32), pools, lora)
+
+
+def test_a_form_is_captured_once(driver: Driver, pools: list[mx.array]) -> None:
+    captured = CapturedForward(None)  # type: ignore[arg-type]  # its forward is never built
+    for rows in (4, 8, 4):
+        hidden_BH = call(captured, pools, rows)
+        assert hidden_BH is not None
+        assert hidden_BH.shape[0] == rows
+    assert (len(driver.captures), driver.launches) == (2, [0, 1, 0])
+
+
+def test_grown_pools_get_new_graphs_and_are_not_kept(driver: Driver, pools: list[mx.array]) -> None:
+    captured = CapturedForward(None)  # type: ignore[arg-type]
+    call(captured, pools)
+    grown = [mx.zeros((2, 2)), mx.zeros((2, 2))]
+    call(captured, grown)
+    call(captured, grown)
+    assert (len(driver.captures), driver.launches) == (1, [0, 1, 1])
+
+
+def test_lora_weights_are_copied_when_they_change(
+    driver: Driver, pools: list[mx.array], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(captured_forward, "replace", lambda one, **new: type(one)(**(vars(one) | new)))
+    captured, layout = CapturedForward(None), object()  # type: ignore[arg-type]
+    versions = [Weights(layout, (mx.full(3, float(number)),)) for number in (1, 2)]
+    order = mx.zeros((4, 2), mx.int32)
+    for place, expected in ((0, 1.0), (1, 2.0), (0, 1.0)):
+        call(captured, pools, lora=Lora(versions[place], order))
+        (copy,) = captured._weights.values()
+        assert copy.weights.arrays[0].tolist() == [expected] * 3
+        assert versions[place].arrays[0] is not copy.weights.arrays[0]
+    assert len(driver.captures) == 1
+    call(captured, pools, lora=Lora(versions[0], mx.zeros((6, 2), mx.int32)))
+    assert len(driver.captures) == 2, "an order of another length is another form"
+
+
+@pytest.mark.parametrize("error", [NotCaptured("MLX computes Add"), CudaError("old"), OSError("no libcuda")])
+def test_what_cannot_be_captured_is_tried_and_told_once(
+    error: Exception,
+    driver: Driver,
+    pools: list[mx.array],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def refuse(*_: Any) -> Capture:
+        driver.captures.append(lambda: mx.zeros(1))
+        raise error
+
+    monkeypatch.setattr(captured_forward, "capture", refuse)
+    captured = CapturedForward(None)  # type: ignore[arg-type]
+    with caplog.at_level(logging.INFO):
+        found = [(call(captured, pools, rows), captured.has_few_rows) for rows in (64, 4, 4)]
+    assert found == [(None, True), (None, False), (None, False)], "many rows may go through MLX's products"
+    assert len(driver.captures) == 2
+    assert caplog.text.count("one by one") == 1
+    assert driver.launches == []
+
+
+def test_inputs_that_were_not_launched_are_not_awaited(
+    driver: Driver, pools: list[mx.array], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captured = CapturedForward(None)  # type: ignore[arg-type]
+    call(captured, pools)
+
+    def fail(_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(mx, "async_eval", fail)
+    with pytest.raises(MemoryError):
+        call(captured, pools)
+    assert (driver.resets, driver.launches) == (1, [0])
+
+
+def test_graphs_of_forms_that_nobody_uses_are_given_up(
+    driver: Driver, pools: list[mx.array], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(captured_forward, "MAX_STEPS", 2)
+    captured = CapturedForward(None)  # type: ignore[arg-type]
+    for rows in (4, 8, 4, 16, 4, 8):
+        call(captured, pools, rows)
+    assert len(driver.captures) == 4
