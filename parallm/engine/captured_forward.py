@@ -84,8 +84,8 @@ class CapturedForward:
     """The trunk of a model for rows with pages. Device thread only."""
 
     def __init__(self, model: SharedModel) -> None:
-        self.has_few_rows = True
-        """Whether steps of few rows can be captured, as far as is known."""
+        self.min_rows = FEW_ROWS
+        """Rows of the smallest step that may be captured, as far as is known; 1 where steps of few rows cannot be."""
         self._model = model
         self._stream: GraphStream | None = None
         self._arena = Arena()
@@ -149,7 +149,8 @@ class CapturedForward:
         try:
             return self._capture(rows, width, pools, lora)
         except (NotCaptured, CudaError, OSError) as error:
-            self.has_few_rows = self.has_few_rows and rows > FEW_ROWS
+            if rows == FEW_ROWS:
+                self.min_rows = 1
             if str(error) not in self._reasons:
                 logger.info("the kernels of steps of %d rows are launched one by one: %s", rows, error)
                 self._reasons.add(str(error))

@@ -15,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from parallm.engine.captured_forward import FEW_ROWS, CapturedForward
+from parallm.engine.captured_forward import CapturedForward
 from parallm.engine.decode_batch import CompiledForward, moves_of, row_bucket
 from parallm.engine.kv.attention_metadata import AttentionMetadata
 from parallm.engine.kv.block_pool import SCRATCH, BlockPool, BlockTable
@@ -127,7 +127,7 @@ class PagedDecodeBatch:
         if not self.reserve(0):
             raise RuntimeError("no page is free for a step that was scheduled")
         running, num_tokens = self.sequences[:num_running], len(tokens_B)
-        min_rows = FEW_ROWS if self._captured and self._captured.has_few_rows else 1
+        min_rows = self._captured.min_rows if self._captured else 1
         num_fillers = row_bucket(max(num_tokens, min_rows)) - num_tokens
         lengths = [sequence.num_cached for sequence in running]
         tables_BN, lengths_B = self._indices.arrays(lengths, num_fillers, self._pool.page)

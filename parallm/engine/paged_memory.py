@@ -13,7 +13,7 @@ from math import prod
 import mlx.core as mx
 
 from parallm.device.memory import free_memory
-from parallm.engine.captured_forward import CapturedForward
+from parallm.engine.captured_forward import FEW_ROWS, CapturedForward
 from parallm.engine.decode_batch import CompiledForward, row_bucket
 from parallm.engine.decoder import Decoder
 from parallm.engine.kv.attention_metadata import AttentionMetadata
@@ -98,8 +98,11 @@ class PagedMemory:
         """Capture a step of the base for one number of rows and width of tables after the other, small ones first, or
         compile it where that cannot be; yields the number of rows. Building a graph of 32 layers takes Python 20 ms."""
         pools = [array for layer in make_pools(self._model, 1) for array in layer]
-        all_rows = sorted({row_bucket(rows) for rows in range(1, self.budget.max_rows + 1)})
         widths = table_widths(min(self._max_context, self.budget.limit // self.budget.cost.per_token))
+        if self._captured and self._captured.prepare(FEW_ROWS, widths[0], pools, None):
+            yield FEW_ROWS
+        min_rows = self._captured.min_rows if self._captured else 1
+        all_rows = sorted({row_bucket(rows) for rows in range(min_rows, self.budget.max_rows + 1)})
         for rows, width in sorted(product(all_rows, widths), key=prod):
             if self._captured and self._captured.prepare(rows, width, pools, None):
                 yield rows

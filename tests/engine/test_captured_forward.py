@@ -198,8 +198,8 @@ def test_what_cannot_be_captured_is_tried_and_told_once(
     monkeypatch.setattr(captured_forward, "capture", refuse)
     captured = CapturedForward(None)  # type: ignore[arg-type]
     with caplog.at_level(logging.INFO):
-        found = [(call(captured, pools, rows), captured.has_few_rows) for rows in (64, 4, 4)]
-    assert found == [(None, True), (None, False), (None, False)], "many rows may go through MLX's products"
+        found = [(call(captured, pools, rows), captured.min_rows) for rows in (64, 4, 4)]
+    assert found == [(None, 4), (None, 1), (None, 1)], "many rows may go through MLX's products"
     assert len(driver.captures) == 2
     assert caplog.text.count("one by one") == 1
     assert driver.launches == []

@@ -8,6 +8,7 @@
 // threads a vector of it; THREADS, and CHUNKS vectors of each, are those of MLX's kernel, so that sums of squares have its
 // order. K columns of A; SORTED as in expand.cu.
 // As in expand.cu, time passes in waiting: what does not depend on each other is fetched together.
+#include "dependent.cuh"
 #include "pack.cuh"
 #include "row_scale.cuh"
 #include "mma.cuh"
@@ -60,6 +61,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK) add_norm(const Y* y, const T
       copy_async(to + (K * SIZE + i) * int(sizeof(T)), a + i);
   asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
+  wait_for_inputs();
   Given given[SPLITS ? SPLITS : 1];
   P before, factor;
   if (is_inside) {

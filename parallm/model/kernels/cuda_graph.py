@@ -21,14 +21,16 @@ import mlx.core as mx
 
 from parallm.model.kernels.addresses import addresses
 from parallm.model.kernels.columns import memory_of
-from parallm.model.kernels.compiler import cubin
-from parallm.model.kernels.cuda import Kernel, Launch, captured_launches, target
+from parallm.model.kernels.compiler import cubin, source_of
+from parallm.model.kernels.cuda import Kernel, Launch, architecture, captured_launches, target
 from parallm.model.kernels.driver import Argument, GraphNode, load_function
 
 VIEWS = frozenset({"ExpandDims", "Flatten", "Reshape", "Slice", "Split", "Squeeze", "Transpose", "Unflatten"})
+VIEWS |= {"CustomTransforms", "StopGradient"}  # of functions that have a gradient of ours
 KERNEL = "CustomKernel"
 LABEL = re.compile(r'\[label ="(\w+)"')
 ALIGNMENT = 256  # bytes
+FIRST_TO_OVERLAP = 90  # compute capability whose kernels may begin early
 
 
 class NotCaptured(Exception):
@@ -184,6 +186,7 @@ def _node(launch: Launch, places: Sequence[int]) -> GraphNode:
         threads=(min(x, threads_x), min(y, threads_y), min(z, threads_z)),
         shared_bytes=launch.kernel.shared_memory,
         arguments=[*map(ctypes.c_void_p, places), *map(_argument, launch.scalars)],
+        begins_early=_waits(launch.kernel.name),
     )
 
 
@@ -195,6 +198,12 @@ def _argument(scalar: bool | int | float) -> Argument:
             return ctypes.c_int32(scalar)
         case _:
             return ctypes.c_float(scalar)
+
+
+@cache
+def _waits(name: str) -> bool:
+    """Whether a kernel waits for what is in front of it, on this GPU."""
+    return int(architecture().removeprefix("sm_")) >= FIRST_TO_OVERLAP and "wait_for_inputs();" in source_of(name)
 
 
 @cache

@@ -18,6 +18,9 @@ MAX_SHARED_ATTRIBUTE = 8  # of a function
 WAIT_UNTIL_REACHED = 0  # in a circle of 32 bits
 USUAL_SHARED = 48 << 10  # bytes of a block that need no attribute
 
+PROGRAMMATIC = ctypes.c_uint64(0x010001)
+"""A CUgraphEdgeData: its ports and its type, a byte each, of a programmatic dependency."""
+
 Argument = ctypes.c_void_p | ctypes.c_int32 | ctypes.c_float | ctypes.c_bool
 Size3 = tuple[int, int, int]
 
@@ -50,6 +53,8 @@ class GraphNode:
     threads: Size3
     shared_bytes: int
     arguments: Sequence[Argument]
+    begins_early: bool
+    """Whether it may begin before the one in front has ended; see dependent.cuh."""
 
     def moved(self, places: Mapping[int, int]) -> "GraphNode":
         """The same with other addresses, by those of before."""
@@ -147,8 +152,12 @@ class Graph:
                 shared_bytes=node.shared_bytes,
                 arguments=arguments,
             )
-            before = (ctypes.byref(last), ctypes.c_size_t(1)) if last else (None, ctypes.c_size_t(0))
-            last = ctypes.c_void_p(_made("cuGraphAddKernelNode_v2", graph, *before, ctypes.byref(params)))
+            added = _made("cuGraphAddKernelNode_v2", graph, None, ctypes.c_size_t(0), ctypes.byref(params))
+            before, last = last, ctypes.c_void_p(added)
+            if before is not None:
+                edge = PROGRAMMATIC if node.begins_early else ctypes.c_uint64(0)
+                ends = ctypes.byref(before), ctypes.byref(last)
+                call("cuGraphAddDependencies_v2", graph, *ends, ctypes.byref(edge), ctypes.c_size_t(1))
         self.executable = ctypes.c_void_p(_made("cuGraphInstantiateWithFlags", graph, ctypes.c_ulonglong(0)))
 
     def __del__(self) -> None:

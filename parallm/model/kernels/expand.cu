@@ -10,6 +10,7 @@
 // This kernel waits for memory more than it computes, so loads that do not depend on each other are issued together.
 // That includes its own code, which the weights of other layers have driven out of the caches since the last time: a
 // thousand instructions take 2 microseconds on an H200, so loops are unrolled only where registers need it.
+#include "dependent.cuh"
 #include "pack.cuh"
 
 extern "C" __global__ void expand(const Y* y,
@@ -24,6 +25,7 @@ extern "C" __global__ void expand(const Y* y,
                                   int num_parts, int versions, int numbers_of_version,
 #endif
                                   int num_rows, int tokens) {
+  wait_for_inputs();
   using P = Pack<T>;
   const int rows = num_rows * tokens, first = blockIdx.y * TILE;
 #if HAS_LORA

@@ -1,10 +1,12 @@
 // RMSNorm of each head of rows of one token; see head_norm.py.
 // `source` of which row b's heads begin at `start + b * pitch`, `weight` (D), output `normed` (B, heads, D). T type, SIZE of
 // a head. A warp has a head, and its first threads a vector of it, so that squares are added in MLX's order.
+#include "dependent.cuh"
 #include "pack.cuh"
 
 extern "C" __global__ void head_norm(const T* source, const T* weight, T* normed, float eps, int rows, int heads, int start,
                                      int pitch) {
+  wait_for_inputs();
   using P = Pack<T>;
   const int head = (blockIdx.x * blockDim.x + threadIdx.x) / 32, at = threadIdx.x % 32 * P::size;
   if (head >= rows * heads) return;

@@ -10,6 +10,7 @@
 // the weights of other layers have driven everything out of the caches. So nothing small is waited for alone: a row's
 // queries, new key and value and their angles are copied with its pages; and loops are unrolled only where registers
 // need it, because a thousand instructions take 2 microseconds to come.
+#include "dependent.cuh"
 #include "pack.cuh"
 #include "mma.cuh"
 #include "matrices.cuh"
@@ -25,6 +26,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 #endif
                     T* attended, int stride, int window, float log2_scale, int queries_start, int queries_pitch,
                     int keys_start, int keys_pitch, int values_start, int values_pitch) {
+  wait_for_inputs();
   constexpr int KEYS = PAGE / WARPS, BUFFER = 2 * KEYS * PITCH;  // of a warp: keys, then values
   constexpr int TILES = REPEATS / TILE, QUERIES = HEADS * REPEATS, HALVES = (TILE + 7) / 8;
   constexpr int ANGLES = 2 * DIMS, SIDE = TILE * PITCH + 2 * ANGLES;  // queries, their angles, those of the new key

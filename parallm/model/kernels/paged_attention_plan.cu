@@ -3,10 +3,12 @@
 // share, the pages of all, and a zero for each of `heads` of each row. `part_sums` and `part_scales` are not written: they
 // are memory that the layers use one after the other, since the host allocates each array of a launch. Rows have `width`
 // pages in `tables` and see `lengths` + 1 positions, the newest `window` (0: all). A block for each row. PAGE positions.
+#include "dependent.cuh"
 
 extern "C" __global__ void paged_attention_plan(const int* tables, const int* lengths, int4* pages, int* counts,
                                                 float* part_sums, float* part_scales, int rows, int width, int window,
                                                 int heads, int shares, int stride) {
+  wait_for_inputs();
   auto first_page = [&](int length) { return window > 0 ? max(0, length + 1 - window) / PAGE : 0; };
   __shared__ int before, all;  // pages of the rows before this one, and of all
   if (threadIdx.x == 0) before = all = 0;

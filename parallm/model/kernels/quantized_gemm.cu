@@ -13,6 +13,7 @@
 // with its bits above, a number q is MAGIC + q, and MAGIC is taken off again. bfloat16, where MAGIC is 0, takes bits with
 // nothing above, which are q x 2^-133, below the normal numbers, or q x 2^-129 four bits to the left.
 // Scales, which are below 2^11, x 2^117 and x 2^113 bring both to q x scale x 2^-16 exactly, and sums are brought back.
+#include "dependent.cuh"
 #include "mma.cuh"
 
 extern "C" __global__ void __launch_bounds__(32 * WIDE * DEEP, 1)
@@ -50,21 +51,21 @@ extern "C" __global__ void __launch_bounds__(32 * WIDE * DEEP, 1)
   auto place_of = [](int row, int vector) { return (row * VECTORS_X + vector) ^ (row % 2 * 2 + vector / 8 % 2); };
   const int own_packed = output_of(first + line) * (width / 8) + vector * 4;
   const int own_x = line_x * width + vector_x * 8;
-  auto fetch = [&](int chunk, int stage) {
+  auto fetch = [&](int chunk, int stage, bool has_weights, bool has_rows) {
     if (chunk < end) {
       const unsigned to = start + stage * STAGE;
-      if (chunk * CHUNK + vector * 32 < width)
+      if (has_weights && chunk * CHUNK + vector * 32 < width)
 #pragma unroll
         for (int i = 0; i < HEIGHT; i += AT_ONCE)
           if (line + i < HEIGHT && first + line + i < outputs)
             copy_async(to + (line + i) * PITCH + vector * 16,
                        packed + own_packed + chunk * (CHUNK / 8) + (GATED ? i / 2 : i) * (width / 8));
-      if (chunk * CHUNK + vector_x * 8 < width)
+      if (has_rows && chunk * CHUNK + vector_x * 8 < width)
 #pragma unroll
         for (int i = 0; i < TILES * 8; i += AT_ONCE_X)
           if (line_x + i < min(TILES * 8, rows))
             copy_async(to + HEIGHT * PITCH + place_of(line_x + i, vector_x) * 16, x + own_x + chunk * CHUNK + i * width);
-      if (chunk % SPAN == 0 || chunk == begin) {
+      if (has_weights && (chunk % SPAN == 0 || chunk == begin)) {
         const unsigned to_scales = start + STAGES * STAGE + chunk / SPAN % SLOTS * 2 * SLOT;
 #pragma unroll
         for (int i = threadIdx.x; i < HEIGHT * PARTS; i += THREADS) {
@@ -89,14 +90,21 @@ extern "C" __global__ void __launch_bounds__(32 * WIDE * DEEP, 1)
 #endif
   int stage = 0;  // of the chunk that is fetched
 #pragma unroll 1
-  for (int chunk = begin - STAGES + 1; chunk < end; chunk++) {
-    if (chunk >= begin) {
+  for (int step = 2 - 2 * STAGES; step < end - begin; step++) {
+    // As in small_batch_gemm.cu: weights, which nobody writes, then rows, then both
+    const bool has_rows = step > -STAGES;
+    if (step == 1 - STAGES) {
+      wait_for_inputs();
+      stage = 0;
+    }
+    if (step >= 0) {
       asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
       __syncthreads();
     }
-    fetch(chunk + STAGES - 1, stage);
+    fetch(begin + step + (has_rows ? 1 : 2) * (STAGES - 1), stage, !has_rows || step >= 0, has_rows);
     stage = stage == STAGES - 1 ? 0 : stage + 1;  // and of the one that is multiplied
-    if (chunk < begin) continue;
+    if (step < 0) continue;
+    const int chunk = begin + step;
     const int row = across * 16 * TALL + group * 2;
     const char* weights = shared + stage * STAGE + row * PITCH + quad * 16;
     const T* own_scales =

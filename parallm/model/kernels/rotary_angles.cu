@@ -1,8 +1,10 @@
 // Cosine and sine of PAIRS pairs at each of `offsets`.
 // Frequencies are those of the base whose log2 is numbers[1] if BY_BASE, else 1 over `wavelengths`.
+#include "dependent.cuh"
 
 extern "C" __global__ void rotary_angles(const int* offsets, const float* wavelengths, const float* numbers,
                                          float* angles, int num_offsets) {
+  wait_for_inputs();
   const int index = blockIdx.x * blockDim.x + threadIdx.x, pair = index % PAIRS;
   if (index >= PAIRS * num_offsets) return;
   // As MLX's own kernel computes them

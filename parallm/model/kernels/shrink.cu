@@ -9,10 +9,12 @@
 // thousand instructions take 2 microseconds on an H200, so loops are unrolled only where registers need it.
 // A lane takes a vector of the input and the same of each column; the sums of all lanes are then added by halves: after
 // each exchange a lane has half as many sums, which stand for twice as many lanes.
+#include "dependent.cuh"
 #include "pack.cuh"
 
 extern "C" __global__ void shrink(const T* x, const int* order, const int* starts, const T* factors, float* hidden,
                                   int num_rows, int tokens, int width, int versions, int numbers_of_version) {
+  wait_for_inputs();
   using P = Pack<T>;
   const int rows = num_rows * tokens;
   const int first = blockIdx.x * TILE, begin = blockIdx.y * CHUNK, end = min(begin + CHUNK, width);

@@ -12,6 +12,7 @@
 // Weights are the left factor and rows the right one: the tensor cores take 16 of the former and 8 of the latter. Which
 // values of the input meet in one instruction does not matter as long as both sides agree, so a lane takes 16 bytes of
 // each at once. Blocks after the last output compute rows of A in the same way.
+#include "dependent.cuh"
 #include "mma.cuh"
 
 template <typename Out>
@@ -111,33 +112,42 @@ extern "C" __global__ void __launch_bounds__(32 * WIDE * DEEP)
     return make_uint4(pair(0), pair(2), pair(4), pair(6));
   };
 #endif
-  auto fetch = [&](int chunk, int stage) {
+  auto fetch = [&](int chunk, int stage, bool has_weights, bool has_rows) {
     const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(shared)) + stage * STAGE + column * 16;
     const int i = chunk * CHUNK + column * 8;
     if (chunk < end && i < width) {
+      if (has_weights)
 #pragma unroll
-      for (int r = line; r < TILE; r += AT_ONCE)
-        if (first + r < height) copy_async(to + r * PITCH, row_of(first + r) + i);
+        for (int r = line; r < TILE; r += AT_ONCE)
+          if (first + r < height) copy_async(to + r * PITCH, row_of(first + r) + i);
+      if (has_rows)
 #pragma unroll
-      for (int r = line; r < TILES * 8; r += AT_ONCE)
-        if (r < rows) copy_async(to + TILE * PITCH + r * PITCH_X, x + int64_t(r) * width + i);
+        for (int r = line; r < TILES * 8; r += AT_ONCE)
+          if (r < rows) copy_async(to + TILE * PITCH + r * PITCH_X, x + int64_t(r) * width + i);
     }
 #if PLUS
-    if (chunk == end) fetch_ranks(shared + stage * STAGE);
+    if (has_rows && chunk == end) fetch_ranks(shared + stage * STAGE);
 #endif
     asm volatile("cp.async.commit_group;" ::: "memory");
   };
   float sum[TILES][4] = {};
   int stage = 0;  // of the chunk that is fetched
 #pragma unroll 1
-  for (int chunk = begin - STAGES + 1; chunk < end + PLUS; chunk++) {
-    if (chunk >= begin) {
+  for (int step = 2 - 2 * STAGES; step < end - begin + PLUS; step++) {
+    // First the weights of STAGES - 1 chunks, which nobody writes, then their rows, then both for each one multiplied
+    const bool has_rows = step > -STAGES;
+    if (step == 1 - STAGES) {
+      wait_for_inputs();
+      stage = 0;
+    }
+    if (step >= 0) {
       asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
       __syncthreads();
     }
-    fetch(chunk + STAGES - 1, stage);
+    fetch(begin + step + (has_rows ? 1 : 2) * (STAGES - 1), stage, !has_rows || step >= 0, has_rows);
     stage = stage == STAGES - 1 ? 0 : stage + 1;  // and of the one that is multiplied
-    if (chunk < begin) continue;
+    if (step < 0) continue;
+    const int chunk = begin + step;
     const char* weights = shared + stage * STAGE + (across * 16 + group * 2) * PITCH + quad * 16;
     const char* given = shared + stage * STAGE + TILE * PITCH + group * PITCH_X + quad * 16;
     int units = (width - chunk * CHUNK) / 32;

@@ -1,4 +1,5 @@
 // silu(gate) x, a vector a thread. T type. HALVES: gate and x are the halves of each row of `joined`.
+#include "dependent.cuh"
 #include "pack.cuh"
 
 extern "C" __global__ void swiglu(
@@ -8,6 +9,7 @@ extern "C" __global__ void swiglu(
     const T* gate, const T* x, T* product, int size
 #endif
 ) {
+  wait_for_inputs();
   using P = Pack<T>;
 #if HALVES
   const int64_t width = joined_width / 2 / P::size;  // vectors of a row's half

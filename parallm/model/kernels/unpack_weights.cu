@@ -1,9 +1,11 @@
 // Weights from numbers of BITS (4 or 8) bits as MLX packs them, the lowest bits first: number x scale + bias, where GROUP
 // numbers share both; in float32. T type. A thread has 8 numbers.
+#include "dependent.cuh"
 #include "pack.cuh"
 
 extern "C" __global__ void unpack_weights(const uint32_t* packed, const T* scales, const T* biases, T* weights,
                                           int places) {
+  wait_for_inputs();
   using P = Pack<T>;
   constexpr int NUMBERS = 8, OF_WORD = 32 / BITS, WORDS = NUMBERS / OF_WORD;
   const int64_t place = int64_t(blockIdx.x) * blockDim.x + threadIdx.x, group = place * NUMBERS / GROUP;

@@ -21,7 +21,7 @@ from tests.model.kernels.test_launches import parameters
 HEADER = Path(__file__).with_suffix(".h")
 OBJECT = "cuda_on_cpu.o"
 WARPGROUPS = HEADER.with_name("warpgroups_on_cpu.h")
-ASSEMBLER = ("prelude.cuh", "mma.cuh", "matrices.cuh", "tf32.cuh", "wgmma.cuh", "peer_words.cuh")
+ASSEMBLER = ("prelude.cuh", "dependent.cuh", "mma.cuh", "matrices.cuh", "tf32.cuh", "wgmma.cuh", "peer_words.cuh")
 """What the header has of its own."""
 SUBSTITUTES = {
     r"extern __shared__ __align__\(\d+\) ([\w ]+) (\w+)\[\];": r"auto* \2 = reinterpret_cast<\1*>(shared_memory);",
