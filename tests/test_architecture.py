@@ -62,6 +62,7 @@ REASONS = {
     "integrations/atropos/environment_host.py": "runs in the process of an environment",
     "model/kernels/copy_into.py": "the Python face of a kernel",
     "model/kernels/head_norm.py": "the Python face of a kernel",
+    "model/kernels/wait_until.py": "the Python face of a kernel",
     "model/kernels/unit_lower_inverse.py": "the Python face of a kernel",
 }
 

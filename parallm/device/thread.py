@@ -22,6 +22,8 @@ from parallm.types import TrafficClass
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
+QUIET_SECONDS = 0.25
+"""Time without work after which engines prepare what they may need."""
 ENDED = "the device thread has ended; restart the process"
 
 
@@ -56,6 +58,7 @@ class DeviceThread:
         self._worker: Worker | None = None
         self._unflushed: TrafficClass | None = None  # class whose last step may still be on the device
         self._stopping = False
+        self._busy_until = 0.0
         self._wakeup = threading.Condition()
         self._thread = threading.Thread(target=self._loop, name="device", daemon=True)
         self._thread.start()
@@ -161,22 +164,30 @@ class DeviceThread:
                 ready = self._ready()
                 if ready:
                     self._run_unit(self.governor.choose(ready))
-                elif self._worker is None or not self._worker.prepare():
+                    self._busy_until = time.perf_counter()
+                elif not self._prepare():
                     self._wait()
         finally:
             self._fail_rest()
             mx.clear_streams()  # otherwise MLX may abort the process at its end
 
+    def _prepare(self) -> bool:
+        """Let the engine prepare something, once nothing was asked for for a while: what waits for it now would wait
+        again and again in the pauses of a run."""
+        is_quiet = time.perf_counter() - self._busy_until >= QUIET_SECONDS
+        return is_quiet and self._worker is not None and self._worker.prepare()
+
     def _wait(self) -> None:
         with self._wakeup:
             if not self._calls and not self._stopping and not self._ready():
-                self._wakeup.wait(timeout=1.0)
+                self._wakeup.wait(timeout=QUIET_SECONDS)
 
     def _run_calls(self) -> None:
         while self._calls and not self._stopping:
             function, future = self._calls.popleft()
             if future.set_running_or_notify_cancel():
                 _complete(future, function)
+                self._busy_until = time.perf_counter()
 
     def _ready(self) -> list[Work]:
         ready: list[Work] = []

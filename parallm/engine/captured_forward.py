@@ -22,6 +22,7 @@ from parallm.model.kernels.copy_into import copy_into
 from parallm.model.kernels.cuda_graph import Arena, Capture, NotCaptured, capture
 from parallm.model.kernels.driver import CudaError, Graph, GraphStream
 from parallm.model.kernels.page_write import PAGE
+from parallm.model.kernels.wait_until import wait_until
 from parallm.model.lora.segmented import PackedLayout, PackedLora, SegmentedLora
 from parallm.model.shared_model import SharedModel
 
@@ -113,13 +114,14 @@ class CapturedForward:
         if step.weights is not None and lora is not None:
             step.weights.take(lora.weights)
         given = [tokens_B, lengths_B, tables_BN] + ([] if lora is None else [lora.order_B2])
-        copied, arrivals = copy_into(step.inputs, given, self._stream.counter)
+        copied, arrivals = copy_into(step.inputs, given, self._stream.arrivals.address)
         try:
             mx.async_eval(copied)
         except BaseException:
             self._stream.reset()
             raise
-        self._stream.launch(step.graph, arrivals)
+        ended = self._stream.launch(step.graph, arrivals)
+        mx.async_eval(wait_until(self._stream.graphs.address, ended))  # all that MLX launches from now on waits
         return step.captured.result.reshape(len(tokens_B), -1)
 
     def prepare(
@@ -197,3 +199,4 @@ def list_kernels() -> None:
     addresses([word])
     for count in (1, 3, 4):  # weights, and inputs without LoRA and with it
         copy_into([word] * count, [word] * count)
+    wait_until(0, 0)

@@ -97,13 +97,14 @@ class PagedMemory:
     def compilations(self) -> Iterator[int]:
         """Capture a step of the base for one number of rows and width of tables after the other, small ones first, or
         compile it where that cannot be; yields the number of rows. Building a graph of 32 layers takes Python 20 ms."""
-        pools = [array for layer in make_pools(self._model, 1) for array in layer]
+        spare = make_pools(self._model, 1)  # until there are others
         widths = table_widths(min(self._max_context, self.budget.limit // self.budget.cost.per_token))
-        if self._captured and self._captured.prepare(FEW_ROWS, widths[0], pools, None):
+        if self._captured and self._captured.prepare(FEW_ROWS, widths[0], _arrays(self._layers or spare), None):
             yield FEW_ROWS
         min_rows = self._captured.min_rows if self._captured else 1
         all_rows = sorted({row_bucket(rows) for rows in range(min_rows, self.budget.max_rows + 1)})
         for rows, width in sorted(product(all_rows, widths), key=prod):
+            pools = _arrays(self._layers or spare)
             if self._captured and self._captured.prepare(rows, width, pools, None):
                 yield rows
                 continue
@@ -195,6 +196,10 @@ class PagedMemory:
         end, adapter = job.segment()
         owner = Owner.of(adapter, job.request.cache_salt)
         return self.prefixes.match(owner, job.tokens, min(end, len(job.tokens) - 1))
+
+
+def _arrays(layers: Ordered[Pool]) -> list[mx.array]:
+    return [array for layer in layers for array in layer]
 
 
 def num_pages(num_tokens: int) -> int:

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -83,10 +84,12 @@ class Driver:
     """Stands in for CUDA: what is launched, and what captured forwards read."""
 
     captures: list[Callable[[], mx.array]] = field(default_factory=list)
-    graphs: list[int] = field(default_factory=list)
+    made: list[int] = field(default_factory=list)
+    graphs: Any = field(default_factory=lambda: SimpleNamespace(address=98))
     launches: list[int] = field(default_factory=list)
     resets: int = 0
-    counter: int = 99
+    waited: list[int] = field(default_factory=list)
+    arrivals: Any = field(default_factory=lambda: SimpleNamespace(address=99))
 
     def capture(self, forward: Callable[[], mx.array], arena: Arena, given: Sequence[int]) -> Capture:
         assert isinstance(arena, Arena)
@@ -94,9 +97,10 @@ class Driver:
         self.captures.append(forward)
         return Capture(nodes=[], result=mx.zeros((4, 8)), kept=[])
 
-    def launch(self, graph: int, arrivals: int) -> None:
+    def launch(self, graph: int, arrivals: int) -> int:
         assert arrivals > 0
         self.launches.append(graph)
+        return len(self.launches)
 
     def reset(self) -> None:
         self.resets += 1
@@ -127,13 +131,19 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
         return mx.zeros(1), 3
 
     def graph(_: object) -> int:
-        made.graphs.append(len(made.graphs))
-        return made.graphs[-1]
+        made.made.append(len(made.made))
+        return made.made[-1]
+
+    def wait_until(counter: int, awaited: int) -> mx.array:
+        assert counter == 98
+        made.waited.append(awaited)
+        return mx.zeros(1)
 
     monkeypatch.setattr(captured_forward, "GraphStream", lambda: made)
     monkeypatch.setattr(captured_forward, "Graph", graph)
     monkeypatch.setattr(captured_forward, "capture", lambda *given: made.capture(*given))
     monkeypatch.setattr(captured_forward, "copy_into", copy_into)
+    monkeypatch.setattr(captured_forward, "wait_until", wait_until)
     monkeypatch.setattr(captured_forward, "addresses", lambda _: list(copied))
     return made
 
@@ -155,6 +165,7 @@ def test_a_form_is_captured_once(driver: Driver, pools: list[mx.array]) -> None:
         assert hidden_BH is not None
         assert hidden_BH.shape[0] == rows
     assert (len(driver.captures), driver.launches) == (2, [0, 1, 0])
+    assert driver.waited == [1, 2, 3], "MLX waits for each graph"
 
 
 def test_grown_pools_get_new_graphs_and_are_not_kept(driver: Driver, pools: list[mx.array]) -> None:

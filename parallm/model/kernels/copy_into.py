@@ -32,7 +32,7 @@ def copy_into(targets: Sequence[mx.array], sources: Sequence[mx.array], counter:
         [blocks, *np.array([counter], np.uint64).view(np.int32).tolist()],
         grid=(len(targets) * blocks * THREADS, 1, 1),
         threadgroup=(THREADS, 1, 1),
-        output_shapes=[(1,)],
+        output_shapes=[(MIN_ON_DEVICE,)],
         output_dtypes=[mx.int32],
     )
     return done, blocks * len(targets)

@@ -30,6 +30,10 @@ VIEWS |= {"CustomTransforms", "StopGradient"}  # of functions that have a gradie
 KERNEL = "CustomKernel"
 LABEL = re.compile(r'\[label ="(\w+)"')
 ALIGNMENT = 256  # bytes
+WAITS = "wait_for_inputs();"
+BEGINS_EARLY = "bool begins_early) {"
+"""The last parameter of kernels that fetch weights before they wait; MLX's launches say no, because nothing is gained
+where the kernel in front has ended."""
 FIRST_TO_OVERLAP = 90  # compute capability whose kernels may begin early
 
 
@@ -180,13 +184,15 @@ def operations(array: mx.array) -> set[str]:
 
 def _node(launch: Launch, places: Sequence[int]) -> GraphNode:
     (x, y, z), (threads_x, threads_y, threads_z) = launch.grid, launch.threadgroup
+    begins_early, has_flag = _overlap(launch.kernel.name)
+    scalars = [*launch.scalars[:-1], True] if has_flag else launch.scalars
     return GraphNode(
         function=_function(launch.kernel),
         blocks=(-(-x // threads_x), -(-y // threads_y), -(-z // threads_z)),
         threads=(min(x, threads_x), min(y, threads_y), min(z, threads_z)),
         shared_bytes=launch.kernel.shared_memory,
-        arguments=[*map(ctypes.c_void_p, places), *map(_argument, launch.scalars)],
-        begins_early=_waits(launch.kernel.name),
+        arguments=[*map(ctypes.c_void_p, places), *map(_argument, scalars)],
+        begins_early=begins_early,
     )
 
 
@@ -201,9 +207,10 @@ def _argument(scalar: bool | int | float) -> Argument:
 
 
 @cache
-def _waits(name: str) -> bool:
-    """Whether a kernel waits for what is in front of it, on this GPU."""
-    return int(architecture().removeprefix("sm_")) >= FIRST_TO_OVERLAP and "wait_for_inputs();" in source_of(name)
+def _overlap(name: str) -> tuple[bool, bool]:
+    """Whether a kernel may begin before the one in front has ended, on this GPU, and whether it wants to know that."""
+    source = source_of(name) if int(architecture().removeprefix("sm_")) >= FIRST_TO_OVERLAP else ""
+    return WAITS in source, BEGINS_EARLY in source
 
 
 @cache

@@ -13,9 +13,9 @@ from typing import Any
 
 import mlx.core as mx
 
-NON_BLOCKING, WITHOUT_TIMES = 1, 2  # of a stream, and of an event
+NON_BLOCKING = 1  # of a stream
 MAX_SHARED_ATTRIBUTE = 8  # of a function
-WAIT_UNTIL_REACHED = 0  # in a circle of 32 bits
+WAIT_UNTIL_REACHED, WITH_BARRIER = 0, 0  # in a circle of 32 bits; after all that was written before
 USUAL_SHARED = 48 << 10  # bytes of a block that need no attribute
 
 PROGRAMMATIC = ctypes.c_uint64(0x010001)
@@ -81,12 +81,6 @@ def driver() -> ctypes.PyDLL:
     return ctypes.PyDLL("libcuda.so.1")
 
 
-def current_context() -> int:
-    """The context of this thread. Raises CudaError."""
-    mx.eval(mx.zeros(1))  # makes one
-    return _made("cuCtxGetCurrent")
-
-
 def load_function(name: str, cubin: bytes, shared_bytes: int) -> int:
     """A function in machine code, whose blocks may have so much shared memory. Raises CudaError."""
     module = _made("cuModuleLoadData", cubin)
@@ -96,42 +90,57 @@ def load_function(name: str, cubin: bytes, shared_bytes: int) -> int:
     return function
 
 
-class GraphStream:
-    """A stream of its own for graphs, in order with what MLX launches.
+class Counter:
+    """A word of 32 bits on the device that streams count up and wait for."""
 
-    MLX does not tell its stream. So what comes before a graph adds to a counter, at which the graph waits, and all
-    later work of the context waits for the graph. An event for all earlier work would be simpler, but it would wait for
-    calls of the host, too, by which MLX frees memory: 0.2 ms of a step on an H200.
+    def __init__(self) -> None:
+        """Raises CudaError."""
+        self.address = _made("cuMemAlloc_v2", ctypes.c_size_t(4))
+        self.awaited = 0
+        """What it counts to when all has run that was launched."""
+
+    def expect(self, more: int) -> ctypes.c_uint32:
+        """Count on so many additions; returns `awaited`."""
+        self.awaited = (self.awaited + more) % (1 << 32)
+        return ctypes.c_uint32(self.awaited)
+
+    def clear(self) -> None:
+        """Begin anew. Raises CudaError."""
+        call("cuMemsetD32_v2", ctypes.c_uint64(self.address), 0, ctypes.c_size_t(1))
+        self.awaited = 0
+
+
+class GraphStream:
+    """A stream of its own for graphs. MLX does not tell its stream, so counters order both.
+
+    Events for all work of the context would be simpler. But then a graph would wait for calls of the host, too, by
+    which MLX frees memory, 0.2 ms of a step on an H200; and nobody could capture a stream meanwhile.
     """
 
     def __init__(self) -> None:
-        """Raises CudaError, also where the driver is older than CUDA 12.5."""
-        if not hasattr(driver(), "cuCtxWaitEvent"):
-            raise CudaError("a driver of CUDA 12.5 is needed")
-        self._context = ctypes.c_void_p(current_context())
+        """Raises CudaError."""
+        mx.eval(mx.zeros(1))  # gives this thread a context
         self._stream = ctypes.c_void_p(_made("cuStreamCreate", NON_BLOCKING))
-        self._after = ctypes.c_void_p(_made("cuEventCreate", WITHOUT_TIMES))
-        self.counter = _made("cuMemAlloc_v2", ctypes.c_size_t(4))
-        """The address of the counter, a word of 32 bits."""
-        self._awaited = 0
+        self.arrivals, self.graphs = Counter(), Counter()
+        """What graphs wait for, and how many have ended."""
         self.reset()
 
-    def launch(self, graph: "Graph", arrivals: int) -> None:
-        """Launch a graph after `arrivals` additions of 1 to the counter, which are launched already; what is launched
-        later runs after the graph. Raises CudaError."""
-        self._awaited = (self._awaited + arrivals) % (1 << 32)
-        counter, awaited = ctypes.c_uint64(self.counter), ctypes.c_uint32(self._awaited)
-        call("cuStreamWaitValue32_v2", self._stream, counter, awaited, WAIT_UNTIL_REACHED)
+    def launch(self, graph: "Graph", arrivals: int) -> int:
+        """Launch a graph after `arrivals` more additions of 1 to that counter, which are launched already; returns what
+        `graphs` counts to when the graph has ended. Raises CudaError."""
+        awaited, ended = self.arrivals.expect(arrivals), self.graphs.expect(1)
+        address = ctypes.c_uint64(self.arrivals.address)
+        call("cuStreamWaitValue32_v2", self._stream, address, awaited, WAIT_UNTIL_REACHED)
         call("cuGraphLaunch", graph.executable, self._stream)
-        call("cuEventRecord", self._after, self._stream)
-        call("cuCtxWaitEvent", self._context, self._after)
+        call("cuStreamWriteValue32_v2", self._stream, ctypes.c_uint64(self.graphs.address), ended, WITH_BARRIER)
+        return self.graphs.awaited
 
     def reset(self) -> None:
         """Begin to count anew, after all work: some additions may not have been launched. Raises CudaError."""
         call("cuCtxSynchronize")
-        call("cuMemsetD32_v2", ctypes.c_uint64(self.counter), 0, ctypes.c_size_t(1))
+        self.arrivals.clear()
+        self.graphs.clear()
         call("cuCtxSynchronize")
-        self._awaited = 0
 
 
 class Graph:

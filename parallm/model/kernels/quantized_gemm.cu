@@ -21,7 +21,7 @@ extern "C" __global__ void __launch_bounds__(32 * WIDE * DEEP, 1)
 #if HAS_BIAS
                    const T* bias,
 #endif
-                   Y* y, int rows, int width, int outputs) {
+                   Y* y, int rows, int width, int outputs, bool begins_early) {
   constexpr int HEIGHT = 16 * TALL * WIDE, THREADS = 32 * WIDE * DEEP, UNIT = 128;
   constexpr int VECTORS = CHUNK / 32, VECTORS_X = CHUNK / 8;     // of a row
   constexpr int AT_ONCE = THREADS / VECTORS, AT_ONCE_X = THREADS / VECTORS_X;  // rows that a vector each is fetched of
@@ -90,8 +90,8 @@ extern "C" __global__ void __launch_bounds__(32 * WIDE * DEEP, 1)
 #endif
   int stage = 0;  // of the chunk that is fetched
 #pragma unroll 1
-  for (int step = 2 - 2 * STAGES; step < end - begin; step++) {
-    // As in small_batch_gemm.cu: weights, which nobody writes, then rows, then both
+  for (int step = (1 - STAGES) * (1 + begins_early); step < end - begin; step++) {
+    // As in small_batch_gemm.cu: perhaps first weights, which nobody writes, and then rows
     const bool has_rows = step > -STAGES;
     if (step == 1 - STAGES) {
       wait_for_inputs();
@@ -101,7 +101,7 @@ extern "C" __global__ void __launch_bounds__(32 * WIDE * DEEP, 1)
       asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
       __syncthreads();
     }
-    fetch(begin + step + (has_rows ? 1 : 2) * (STAGES - 1), stage, !has_rows || step >= 0, has_rows);
+    fetch(begin + step + (has_rows ? 1 : 2) * (STAGES - 1), stage, !begins_early || !has_rows || step >= 0, has_rows);
     stage = stage == STAGES - 1 ? 0 : stage + 1;  // and of the one that is multiplied
     if (step < 0) continue;
     const int chunk = begin + step;

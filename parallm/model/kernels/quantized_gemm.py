@@ -138,7 +138,7 @@ def quantized_gemm(x_BTI: mx.array, layer: nn.Module, *, is_whole: bool, is_gate
     blocks = -(-outputs // chosen.outputs) * chosen.splits
     (y_SBTO,) = kernel("quantized_gemm", defines, shared_memory=chosen.shared_bytes)(
         [x_BTI, layer.weight, layer.scales, layer.biases, *([layer.bias] if "bias" in layer else [])],
-        [rows * tokens, inputs, outputs],
+        [rows * tokens, inputs, outputs, False],
         grid=(blocks * chosen.threads, 1, 1),
         threadgroup=(chosen.threads, 1, 1),
         output_shapes=[(chosen.splits, rows, tokens, outputs // 2 if is_gated else outputs)],

@@ -40,7 +40,7 @@ extern "C" __global__ void __launch_bounds__(32 * WIDE * DEEP)
 #if HAS_LORA
                      float* hidden, int versions, int numbers_of_version,
 #endif
-                     int rows, int width, int outputs) {
+                     int rows, int width, int outputs, bool begins_early) {
   constexpr int TILE = 16 * WIDE, THREADS = 32 * WIDE * DEEP;
   constexpr int VECTORS = CHUNK / 8, AT_ONCE = THREADS / VECTORS;  // of a row; rows that a vector each is fetched of
   constexpr int PITCH = CHUNK * 2 + 32, PITCH_X = CHUNK * 2 + 64;  // what a quarter of a warp reads has all banks
@@ -133,8 +133,9 @@ extern "C" __global__ void __launch_bounds__(32 * WIDE * DEEP)
   float sum[TILES][4] = {};
   int stage = 0;  // of the chunk that is fetched
 #pragma unroll 1
-  for (int step = 2 - 2 * STAGES; step < end - begin + PLUS; step++) {
-    // First the weights of STAGES - 1 chunks, which nobody writes, then their rows, then both for each one multiplied
+  for (int step = (1 - STAGES) * (1 + begins_early); step < end - begin + PLUS; step++) {
+    // First STAGES - 1 chunks, then another one for each that is multiplied. While the kernel in front may still run, it
+    // is the weights of those chunks, which nobody writes, and then their rows.
     const bool has_rows = step > -STAGES;
     if (step == 1 - STAGES) {
       wait_for_inputs();
@@ -144,7 +145,7 @@ extern "C" __global__ void __launch_bounds__(32 * WIDE * DEEP)
       asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
       __syncthreads();
     }
-    fetch(begin + step + (has_rows ? 1 : 2) * (STAGES - 1), stage, !has_rows || step >= 0, has_rows);
+    fetch(begin + step + (has_rows ? 1 : 2) * (STAGES - 1), stage, !begins_early || !has_rows || step >= 0, has_rows);
     stage = stage == STAGES - 1 ? 0 : stage + 1;  // and of the one that is multiplied
     if (step < 0) continue;
     const int chunk = begin + step;

@@ -168,7 +168,7 @@ def _multiply(
     shape = (chosen.splits, rows, tokens)
     y_SBTO, *hidden = kernel("small_batch_gemm", defines, shared_memory=chosen.shared_bytes)(
         arrays,
-        sizes,
+        [*sizes, False],
         grid=(blocks * chosen.threads, chosen.splits, 1),
         threadgroup=(chosen.threads, 1, 1),
         output_shapes=[(*shape, outputs // 2 if is_gated else outputs), *([(*shape, columns)] if weights else [])],

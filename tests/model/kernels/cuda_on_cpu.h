@@ -125,6 +125,8 @@ inline void __syncthreads() { block_barrier.wait(num_threads); }
 inline void __syncwarp() { warp_barriers[threadIdx.x / 32].wait(32); }
 inline void __threadfence() {}
 inline void wait_for_inputs() {}
+inline void __nanosleep(unsigned) {}
+[[noreturn]] void __trap();
 
 // `result(of)` in each lane, where `of(lane)` is the value that this lane has given
 template <typename Value, typename Result>

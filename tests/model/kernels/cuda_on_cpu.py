@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from parallm.model.kernels.compiler import FOLDER, Defines, source_of
+from parallm.model.kernels.cuda_graph import BEGINS_EARLY
 from tests.model.kernels.test_launches import parameters
 
 HEADER = Path(__file__).with_suffix(".h")
@@ -49,6 +50,8 @@ class CpuKernels:
 
     def __init__(self, folder: Path, seed: int = 0) -> None:
         self.seed = seed
+        self.begins_early = False
+        """Whether kernels hear that they may begin before the one in front has ended, as in a graph."""
         self.mutation = "", "", ""
         """A kernel, a text of its source, and what stands there instead."""
         self._folder = folder
@@ -69,6 +72,8 @@ class CpuKernels:
                 _aligned(_unwritten(shape, dtype)) for shape, dtype in zip(launch["output_shapes"], types, strict=True)
             ]
             pointers = [array.ctypes.data_as(ctypes.c_void_p) for array in (*arrays, *outputs)]
+            if self.begins_early and BEGINS_EARLY in source_of(name):
+                scalars = [*scalars[:-1], True]
             numbers = [ctypes.c_float(one) if isinstance(one, float) else ctypes.c_int(one) for one in scalars]
             threads = launch["threadgroup"][0]
             if not function(launch["grid"][0] // threads, threads, shared_memory, self.seed, *pointers, *numbers):

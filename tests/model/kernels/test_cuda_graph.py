@@ -16,6 +16,7 @@ from parallm.model.kernels.cuda import Kernel, Launch, has_kernels
 from parallm.model.kernels.cuda_graph import Arena, Capture, NotCaptured, Output, RanLaunches, capture, share_memory
 from parallm.model.kernels.driver import Graph, GraphNode, GraphStream
 from parallm.model.kernels.swiglu import fused_swiglu
+from parallm.model.kernels.wait_until import wait_until
 
 SIZE = 64
 Function = Callable[[Sequence[np.ndarray], np.ndarray, Sequence[Any]], None]
@@ -67,7 +68,7 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) ->
     if "gpu" not in request.node.name:
         monkeypatch.setattr(cuda_graph, "addresses", addresses)
         monkeypatch.setattr(cuda_graph, "_function", lambda kernel: list(FUNCTIONS).index(kernel.name))
-        monkeypatch.setattr(cuda_graph, "_waits", lambda name: name == "add")
+        monkeypatch.setattr(cuda_graph, "_overlap", lambda name: (name == "add", False))
 
 
 @pytest.fixture
@@ -194,7 +195,6 @@ def test_a_gpu_runs_a_graph_in_order_with_mlx() -> None:
     graph: Graph = Graph(captured.nodes)
     assert isinstance(captured.nodes[0], GraphNode)
     for _ in range(20):
-        mx.eval(captured.result)
-        stream.launch(graph, 0)
+        mx.eval(captured.result * 0, wait_until(stream.graphs.address, stream.launch(graph, 0)))
         assert mx.array_equal(captured.result * 1, expected).item()
     assert len(captured.nodes) == 11

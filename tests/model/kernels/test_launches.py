@@ -42,6 +42,7 @@ from parallm.model.kernels import (
     sum_add_norm,
     token_scores,
     unit_lower_inverse,
+    wait_until,
 )
 from parallm.model.kernels.columns import Columns, columns_of, flat_rows, memory_of, place_of, shaped
 from parallm.model.kernels.compiler import CompileError, Defines, compile_log, source_of
@@ -515,6 +516,7 @@ FACES: dict[str, Face] = {
     "project": project,
     "copy": copy,
     "copy into": lambda dtype: copy_into.copy_into([mx.zeros(6, dtype)] * 3, [mx.zeros((3, 2), dtype)] * 3),
+    "wait": lambda _: wait_until.wait_until(1 << 40, (1 << 32) - 1),
     "addresses": lambda dtype: addresses.addresses([mx.zeros(3, dtype), mx.zeros(1, mx.int32)]),
     "normalize heads": normalize_heads,
     "normalize without parts": lambda dtype: normalize(dtype, size=896, splits=0, next_ranks=(16, 16, 16)),

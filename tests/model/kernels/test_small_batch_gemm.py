@@ -137,10 +137,11 @@ def gated(x: mx.array, linear: nn.Linear) -> mx.array:
     return nn.silu(gate) * up
 
 
-@pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> CpuKernels:
+@pytest.fixture(params=[False, True], ids=["", "early"])
+def kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, request: pytest.FixtureRequest) -> CpuKernels:
     """Runs plans of several chunks, more than are under way at once, and of several warps in both directions."""
     made = CpuKernels(tmp_path)
+    made.begins_early = request.param
     monkeypatch.setattr(module, "kernel", made)
 
     def small_plan(rows: int, *_: int, **__: bool) -> GemmPlan:
