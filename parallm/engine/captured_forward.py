@@ -20,7 +20,7 @@ from parallm.engine.kv.paged_cache import PagedCache
 from parallm.model.kernels.addresses import addresses
 from parallm.model.kernels.copy_into import copy_into
 from parallm.model.kernels.cuda_graph import Arena, Capture, NotCaptured, capture
-from parallm.model.kernels.driver import CudaError, Graph, GraphStream
+from parallm.model.kernels.driver import Graph, GraphStream
 from parallm.model.kernels.page_write import PAGE
 from parallm.model.kernels.wait_until import wait_until
 from parallm.model.lora.segmented import PackedLayout, PackedLora, SegmentedLora
@@ -150,7 +150,7 @@ class CapturedForward:
     ) -> CapturedStep | None:
         try:
             return self._capture(rows, width, pools, lora)
-        except (NotCaptured, CudaError, OSError) as error:
+        except (NotCaptured, RuntimeError, MemoryError, OSError) as error:  # also where memory is short
             if rows == FEW_ROWS:
                 self.min_rows = 1
             if str(error) not in self._reasons:

@@ -194,7 +194,15 @@ def test_lora_weights_are_copied_when_they_change(
     assert len(driver.captures) == 2, "an order of another length is another form"
 
 
-@pytest.mark.parametrize("error", [NotCaptured("MLX computes Add"), CudaError("old"), OSError("no libcuda")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        NotCaptured("MLX computes Add"),
+        CudaError("old"),
+        RuntimeError("[malloc] Unable to allocate"),
+        OSError("no libcuda"),
+    ],
+)
 def test_what_cannot_be_captured_is_tried_and_told_once(
     error: Exception,
     driver: Driver,

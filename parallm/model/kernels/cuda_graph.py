@@ -28,7 +28,7 @@ from parallm.model.kernels.driver import Argument, GraphNode, load_function
 VIEWS = frozenset({"ExpandDims", "Flatten", "Reshape", "Slice", "Split", "Squeeze", "Transpose", "Unflatten"})
 VIEWS |= {"CustomTransforms", "StopGradient"}  # of functions that have a gradient of ours
 KERNEL = "CustomKernel"
-LABEL = re.compile(r'\[label ="(\w+)"')
+LABEL = re.compile(r'\[label ="([^"]*)"')
 ALIGNMENT = 256  # bytes
 WAITS = "wait_for_inputs();"
 BEGINS_EARLY = "bool begins_early) {"

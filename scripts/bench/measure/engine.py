@@ -268,6 +268,34 @@ def gpu_figures(parts: Mapping[str, Part], found: Found) -> Figures:
 
 @measurement(
     {
+        "engine.gpu.captured.b1": Bar(min=1.3),
+        "engine.gpu.captured.b16": Bar(min=1.3),
+        "engine.gpu.captured.b128": Bar(min=1),
+        "engine.gpu.8b_captured.b32": Bar(min=1),
+    },
+    minutes=2,
+    needs="gpu",
+    is_quick_anywhere=True,
+)
+def captured(request: Request) -> Iterator[Figures]:
+    """Tokens/s of rounds of 256 tokens of an adapter, 0.5B and 8B, whose steps are replayed as CUDA graphs, over those
+    whose kernels MLX hands over one by one; both sample the same tokens."""
+    for name, shape, rows in (("", "0.5b", 1), ("", "0.5b", 16), ("", "0.5b", 128), ("8b_", "8b", 32)):
+        figure = f"engine.gpu.{name}captured.b{rows}"
+        if not request.wants(figure):
+            continue
+        job: dict[str, Any] = {"shape": shape, "rows": rows, "new": 256, "rounds": 5}
+        if request.is_quick:
+            job = {"shape": "tiny", "rows": min(rows, 8), "new": 4, "rounds": 1}
+        found = [
+            one for one in work_in_parts("captured_steps", is_peer=False, limit=GPU_LIMIT, **job) if "launched" in one
+        ]
+        ways = [[one[way] for one in found] for way in ("launched", "replayed")]
+        yield {figure: ratio(*ways) if found else None}
+
+
+@measurement(
+    {
         "engine.speculation.problems.greedy.ngram.rows1": Bar(),
         "engine.speculation.problems.greedy.ngram.rows4": Bar(),
         "engine.speculation.problems.sampled.ngram.rows1": Bar(min=1, needs="model"),
