@@ -19,7 +19,7 @@ class Worker(Protocol):
         """Finish the last step of a class, if it is still on the device."""
 
     def prepare(self) -> bool:
-        """Do a part of what later units would have to do first, some milliseconds long; False if nothing is left."""
+        """Do a part of what later units would have to do first, tens of milliseconds long; False if nothing is left."""
 
     def fail(self, traffic: TrafficClass, error: Exception) -> None: ...
 

@@ -2,15 +2,25 @@
 
 import ctypes
 import os
+import re
 from pathlib import Path
 
 import mlx.core as mx
 
 from parallm.device.cgroup import memory_limits
 
+OUT_OF_MEMORY = re.compile(
+    r"out of memory|unable to allocate|insufficient memory|attempting to allocate", re.IGNORECASE
+)
+"""Messages of CUDA, MLX on a CPU, Metal's command buffers, and MLX on Metal."""
 MEMORY_INFO = Path("/proc/meminfo")
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 MAX_BLOCK_BYTES, MAX_KEPT_BYTES = 32 * 2**20, 256 * 2**20
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    is_message = isinstance(error, RuntimeError) and OUT_OF_MEMORY.search(str(error)) is not None
+    return is_message or isinstance(error, MemoryError)
 
 
 def device_memory() -> int:

@@ -18,11 +18,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+from parallm.device.memory import is_out_of_memory
 from parallm.device.streams import DeviceStreams
 from parallm.distributed.calls import CallReader, CallWriter
 from parallm.distributed.channel import Channel
 from parallm.distributed.team import difference
-from parallm.engine.engine import Engine, is_out_of_memory
+from parallm.engine.engine import Engine
 from parallm.engine.kv.budget import default_limit
 from parallm.engine.settings import EngineSettings
 from parallm.errors import ConfigError, EngineStopped, WorkersDiffer

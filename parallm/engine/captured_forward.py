@@ -15,18 +15,19 @@ from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
+from parallm.device.memory import is_out_of_memory
 from parallm.engine.kv.attention_metadata import AttentionMetadata
 from parallm.engine.kv.paged_cache import PagedCache
 from parallm.model.kernels.addresses import addresses
 from parallm.model.kernels.copy_into import copy_into
 from parallm.model.kernels.cuda_graph import Arena, Capture, NotCaptured, capture
-from parallm.model.kernels.driver import Graph, GraphStream
+from parallm.model.kernels.driver import CudaError, Graph, GraphStream
 from parallm.model.kernels.page_write import PAGE
 from parallm.model.kernels.wait_until import wait_until
 from parallm.model.lora.segmented import PackedLayout, PackedLora, SegmentedLora
 from parallm.model.shared_model import SharedModel
 
-MAX_STEPS = 256
+MAX_STEPS = 512
 """Forms whose graphs are kept."""
 FEW_ROWS = 4
 """Rows of a step that is captured in place of one of a single row, which goes through kernels of MLX."""
@@ -45,14 +46,14 @@ class PackedCopy:
         arrays = tuple(mx.zeros(array.shape, array.dtype) for array in like.arrays)
         mx.eval(arrays)
         self.weights = replace(like, arrays=arrays)
-        self._source: PackedLora | None = None
+        self._source: weakref.ref[mx.array] | None = None  # the first array of the weights that are here
 
     def take(self, source: PackedLora) -> None:
         """Hold the weights of `source`, from the next step on."""
-        if source is not self._source:
+        if self._source is None or self._source() is not source.arrays[0]:
             pairs = zip(self.weights.arrays, source.arrays, strict=True)
             mx.async_eval([copy_into([target], [array])[0] for target, array in pairs])
-            self._source = source
+            self._source = weakref.ref(source.arrays[0])
 
 
 @dataclass(slots=True, kw_only=True)
@@ -69,7 +70,7 @@ class CapturedStep:
 
 
 class Pools:
-    """The pools of now, which are not kept: they are large."""
+    """The pools of the present, which are not kept here: they are large."""
 
     def __init__(self) -> None:
         self._first: weakref.ref[mx.array] | None = None
@@ -88,12 +89,16 @@ class CapturedForward:
         self.min_rows = FEW_ROWS
         """Rows of the smallest step that may be captured, as far as is known; 1 where steps of few rows cannot be."""
         self._model = model
-        self._stream: GraphStream | None = None
         self._arena = Arena()
         self._pools = Pools()
         self._steps: OrderedDict[StepForm, CapturedStep | None] = OrderedDict()  # those used last come last
         self._weights: dict[tuple[PackedLayout, int], PackedCopy] = {}
         self._reasons: set[str] = set()  # that were logged
+        self._stream: GraphStream | None = None
+        try:
+            self._stream = GraphStream()
+        except (CudaError, OSError) as error:
+            self._give_up(FEW_ROWS, error)
 
     def __call__(
         self,
@@ -103,36 +108,35 @@ class CapturedForward:
         pools: Sequence[mx.array],
         lora: SegmentedLora | None,
     ) -> mx.array | None:
-        """Feed `tokens_B`, int32: hidden states (B, H), or None where steps of this form cannot be captured.
+        """Feed `tokens_B`, int32: hidden states (B, H), or None where steps of this form cannot be captured. The step
+        is launched at once.
 
         What is computed from the hidden states has to be launched before the next call.
         """
         step = self.prepare(tables_BN.shape[0], tables_BN.shape[1], pools, lora)
-        if step is None:
+        if step is None or self._stream is None:
             return None
-        assert self._stream is not None, "a step is captured"
         if step.weights is not None and lora is not None:
             step.weights.take(lora.weights)
         given = [tokens_B, lengths_B, tables_BN] + ([] if lora is None else [lora.order_B2])
         copied, arrivals = copy_into(step.inputs, given, self._stream.arrivals.address)
         try:
             mx.async_eval(copied)
+            ended = self._stream.launch(step.graph, arrivals)
+            mx.async_eval(wait_until(self._stream.graphs.address, ended))  # all that MLX launches from now on waits
         except BaseException:
             self._stream.reset()
             raise
-        ended = self._stream.launch(step.graph, arrivals)
-        mx.async_eval(wait_until(self._stream.graphs.address, ended))  # all that MLX launches from now on waits
         return step.captured.result.reshape(len(tokens_B), -1)
 
     def prepare(
         self, rows: int, width: int, pools: Sequence[mx.array], lora: SegmentedLora | None
     ) -> CapturedStep | None:
         """Capture the steps of a form, unless they are; None where that cannot be."""
-        form = (
-            rows,
-            width,
-            None if lora is None else (lora.weights.layout, lora.weights.num_versions, lora.order_B2.shape),
-        )
+        if self._stream is None:
+            return None
+        of_lora = None if lora is None else (lora.weights.layout, lora.weights.num_versions, lora.order_B2.shape)
+        form = rows, width, of_lora
         self._pools.set(pools)
         if form not in self._steps:
             self._steps[form] = self._try_capture(rows, width, pools, lora)
@@ -141,26 +145,27 @@ class CapturedForward:
         self._steps.move_to_end(form)
         step = self._steps[form]
         if step is not None and step.pools is not self._pools.addresses:
-            step.captured = step.captured.moved(dict(zip(step.pools, self._pools.addresses, strict=True)))
-            step.graph, step.pools = Graph(step.captured.nodes), self._pools.addresses
+            captured = step.captured.moved(dict(zip(step.pools, self._pools.addresses, strict=True)))
+            step.graph = Graph(captured.nodes)  # raises, or all three belong together
+            step.captured, step.pools = captured, self._pools.addresses
         return step
 
     def _try_capture(
         self, rows: int, width: int, pools: Sequence[mx.array], lora: SegmentedLora | None
     ) -> CapturedStep | None:
+        """None where the steps of a form can never be captured; raises where memory is short now."""
         try:
             return self._capture(rows, width, pools, lora)
-        except (NotCaptured, RuntimeError, MemoryError, OSError) as error:  # also where memory is short
-            if rows == FEW_ROWS:
-                self.min_rows = 1
-            if str(error) not in self._reasons:
-                logger.info("the kernels of steps of %d rows are launched one by one: %s", rows, error)
-                self._reasons.add(str(error))
-            return None
+        except NotCaptured as error:
+            self._give_up(rows, error)
+        except CudaError as error:
+            if is_out_of_memory(error):
+                raise
+            self._give_up(rows, error)
+        return None
 
     def _capture(self, rows: int, width: int, pools: Sequence[mx.array], lora: SegmentedLora | None) -> CapturedStep:
-        """Runs the step once, for rows of length 0: it writes to the scratch page alone."""
-        self._stream = self._stream or GraphStream()
+        """Runs the step twice, for rows of length 0: it writes to the scratch page alone."""
         shapes, weights = [(rows,), (rows,), (rows, width)], None
         if lora is not None:
             if lora.weights.experts:
@@ -170,10 +175,10 @@ class CapturedForward:
         tokens_B, lengths_B, tables_BN, *order = inputs = [mx.zeros(shape, mx.int32) for shape in shapes]
         own = replace(lora, weights=weights.weights, order_B2=order[0]) if lora and weights else None
         mx.eval(inputs)
-        metadata = AttentionMetadata()
-        metadata.set_traced(lengths_B, tables_BN, num_positions=width * PAGE)
 
         def forward() -> mx.array:
+            metadata = AttentionMetadata()
+            metadata.set_traced(lengths_B, tables_BN, num_positions=width * PAGE)
             caches = [PagedCache(metadata, layer) for layer in zip(pools[::2], pools[1::2], strict=True)]
             return self._model.hidden(tokens_B[:, None], caches, own)
 
@@ -191,6 +196,14 @@ class CapturedForward:
         if key not in self._weights:
             self._weights[key] = PackedCopy(weights)
         return self._weights[key]
+
+    def _give_up(self, rows: int, error: Exception) -> None:
+        """Say once why the steps of a form are not captured."""
+        if rows == FEW_ROWS:
+            self.min_rows = 1
+        if str(error) not in self._reasons:
+            logger.info("the kernels of steps of %d rows are launched one by one: %s", rows, error)
+            self._reasons.add(str(error))
 
 
 def list_kernels() -> None:

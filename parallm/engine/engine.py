@@ -11,11 +11,11 @@ request fails with the name of the adapter; a rollout ends with the NaN, which t
 
 import logging
 import math
-import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 
 import mlx.core as mx
 
+from parallm.device.memory import is_out_of_memory
 from parallm.device.streams import DeviceStreams
 from parallm.engine.decoder import Decoder, Step
 from parallm.engine.kv.budget import max_context
@@ -45,10 +45,6 @@ MANY_ANSWERS = 32
 LONG_STEPS = 4
 """Steps whose held events are emitted before other work begins, which may take long. Those of fewer stay held, so that
 classes that take turns do not undo it."""
-OUT_OF_MEMORY = re.compile(
-    r"out of memory|unable to allocate|insufficient memory|attempting to allocate", re.IGNORECASE
-)
-"""Messages of CUDA, MLX on a CPU, Metal's command buffers, and MLX on Metal."""
 
 
 class Engine:
@@ -202,8 +198,13 @@ class Engine:
         self._at_work = None
 
     def prepare(self) -> bool:
-        """Compile one more kind of decode step, before a request waits for it; False if all are compiled."""
-        return next(self._preparations, None) is not None
+        """Capture or compile one more kind of decode step, before a request waits for it; False if nothing is left."""
+        try:
+            return next(self._preparations, None) is not None
+        except Exception as error:  # noqa: BLE001  # no request has asked for it, and none shall fail by it
+            logger.warning("decode steps are prepared as requests need them, after: %s", error)
+            self._preparations = iter(())
+            return False
 
     def fail(self, traffic: TrafficClass, error: Exception) -> None:
         """End the requests of the unit that raised `error`, or those of the whole class where no unit raised it. When
@@ -429,11 +430,6 @@ def _way_out(model: str, spec: TaskSpec | None) -> str:
         return f"{model} has no language model's head, so it writes no text; ask {', '.join(TASK_ROUTES.values())}"
     does = {"embed": "makes vectors", "score": "scores texts", "classify": "classifies texts"}[spec.task]
     return f"{model} {does} and writes no text; ask {TASK_ROUTES[spec.task]}"
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    is_message = isinstance(error, RuntimeError) and OUT_OF_MEMORY.search(str(error)) is not None
-    return is_message or isinstance(error, MemoryError)
 
 
 def _not_finite(adapter: Adapter | None) -> NotFinite:

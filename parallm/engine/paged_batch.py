@@ -62,6 +62,7 @@ class PagedDecodeBatch:
         self._layers = layers
         self._compiled = compiled
         self._captured = captured
+        self._may_be_captured = True  # by the LoRA of the last step
         self._metadata = AttentionMetadata()
         self._indices = TableIndices()
         self._num_steps = 0
@@ -121,13 +122,14 @@ class PagedDecodeBatch:
     def forward(
         self, loras: LoraSelector, num_running: int, tokens_B: mx.array, query_lengths: Ordered[int] = ()
     ) -> mx.array:
-        """Feed `tokens_B`, the newest of the first sequences, int32; hidden states (B, H), not evaluated."""
+        """Feed `tokens_B`, the newest of the first sequences, int32; hidden states (B, H). A captured step is
+        launched at once, all others are not evaluated."""
         if query_lengths:
             raise NotImplementedError("a step reads pages for one token of each sequence")
         if not self.reserve(0):
             raise RuntimeError("no page is free for a step that was scheduled")
         running, num_tokens = self.sequences[:num_running], len(tokens_B)
-        min_rows = self._captured.min_rows if self._captured else 1
+        min_rows = self._captured.min_rows if self._captured and self._may_be_captured else 1
         num_fillers = row_bucket(max(num_tokens, min_rows)) - num_tokens
         lengths = [sequence.num_cached for sequence in running]
         tables_BN, lengths_B = self._indices.arrays(lengths, num_fillers, self._pool.page)
@@ -137,6 +139,7 @@ class PagedDecodeBatch:
         zeros = interned_array((0,) * num_fillers, mx.int32)
         padded_B = mx.concatenate([tokens_B, zeros]) if num_fillers else tokens_B
         lora = loras.select([sequence.adapter for sequence in running] + [running[0].adapter] * num_fillers)
+        self._may_be_captured = lora is None or isinstance(lora, SegmentedLora)
         return self._hidden(padded_B, lora)[:num_tokens]
 
     def _hidden(self, tokens_B: mx.array, lora: LoraBinding | None) -> mx.array:

@@ -43,6 +43,7 @@ class PagedMemory:
         is_servable: Callable[[str, int], bool],
     ) -> None:
         """`is_servable`: whether a request can still name an adapter of this name and version."""
+        mx.synchronize()  # graphs of an engine before this one, whose memory MLX frees without waiting for them
         gc.collect()  # an engine before this one is part of cycles, and would keep its pools beside the new ones
         mx.clear_cache()
         self._model = model
@@ -124,6 +125,7 @@ class PagedMemory:
         """Lower the limit after memory ran out, and forget all pages; False if `requests` need more."""
         is_lower = self.budget.lower(requests, self.prefixes.num_pages * self._page_bytes)
         if is_lower:
+            mx.synchronize()  # a graph may still read the pools
             self._allocate_pools()
         return is_lower
 

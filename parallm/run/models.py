@@ -13,9 +13,9 @@ import mlx.core as mx
 from starlette.types import ASGIApp
 
 from parallm.config.schema import RunConfig, ServeConfig
-from parallm.device.memory import free_memory, release_memory
+from parallm.device.memory import free_memory, is_out_of_memory, release_memory
 from parallm.engine.async_engine import AsyncEngine
-from parallm.engine.engine import Engine, is_out_of_memory
+from parallm.engine.engine import Engine
 from parallm.engine.prefill import chunk_tokens
 from parallm.errors import ConfigError
 from parallm.model.adapters.initial import starting_adapter

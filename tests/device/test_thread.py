@@ -11,7 +11,7 @@ import mlx.core as mx
 import pytest
 
 from parallm.device.governor import Governor
-from parallm.device.thread import DeviceThread, run_until_it_waits
+from parallm.device.thread import QUIET_SECONDS, DeviceThread, run_until_it_waits
 from parallm.errors import EngineStopped
 from parallm.model.kernels.cuda import on_cuda
 from parallm.types import TrafficClass
@@ -217,6 +217,12 @@ def test_a_worker_prepares_while_it_has_no_work(device: DeviceThread) -> None:
     while worker.num_unprepared and time.monotonic() < deadline:
         time.sleep(0.001)
     assert worker.done == ["prepared"] * 3
+    worker.num_unprepared = 1
+    begun = time.monotonic()
+    device.call(lambda: None).result()
+    while worker.num_unprepared and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert time.monotonic() - begun >= QUIET_SECONDS, "not in the pauses of a run"
     worker.num_unprepared = 10**9
     known = [device.is_serving]
     worker.units["serving"] = 5

@@ -13,18 +13,15 @@ from bench.workers.random_model import random_model
 from bench.workers.workbench import random_adapter
 
 from parallm.engine import captured_forward
-from parallm.engine.captured_forward import CapturedForward
-from parallm.engine.kv.attention_metadata import AttentionMetadata
-from parallm.engine.kv.paged_cache import PagedCache, make_pools
-from parallm.model.kernels import cuda
+from parallm.engine.captured_forward import FEW_ROWS, CapturedForward
+from parallm.engine.kv.paged_cache import make_pools
+from parallm.model.kernels import cuda, cuda_graph
 from parallm.model.kernels.columns import memory_of
 from parallm.model.kernels.compiler import Specialization
-from parallm.model.kernels.cuda_graph import VIEWS, Arena, Capture, NotCaptured, operations
+from parallm.model.kernels.cuda_graph import VIEWS, Arena, Capture, NotCaptured, capture
 from parallm.model.kernels.driver import CudaError
-from parallm.model.kernels.page_write import PAGE
 from parallm.model.lora.segmented import SegmentedLora
 from parallm.model.lora.selector import LoraSelector
-from parallm.model.shared_model import SharedModel
 from tests.engine.test_kernel_list import SHAPE, launched
 
 __all__ = ["launched"]
@@ -32,51 +29,24 @@ QUANTIZED = {"quantization": {"group_size": 64, "bits": 4}}
 WIDER = {"hidden_size": 256, "intermediate_size": 512}
 
 
-def step_operations(model: SharedModel, rows: int, lora: SegmentedLora | None) -> set[str]:
-    """MLX's own operations of a step."""
-    pools = make_pools(model, 1)
-    rows_B, tables_BN = mx.zeros(rows, mx.int32), mx.zeros((rows, 4), mx.int32)
-    mx.eval(pools, rows_B, tables_BN)
-    metadata = AttentionMetadata()
-    metadata.set_traced(rows_B, tables_BN, num_positions=4 * PAGE)
-    hidden = model.hidden(rows_B[:, None], [PagedCache(metadata, pool) for pool in pools], lora)
-    return operations(memory_of(hidden)) - VIEWS - {"Depends"}
+def note_launch(kernel: cuda.Kernel, inputs: Sequence[mx.array], scalars: Any = (), **launch: Any) -> list[mx.array]:
+    """Outputs of zeros that depend on the inputs."""
+    arrays = list(map(memory_of, inputs))
+    outputs = [mx.zeros(*one) for one in zip(launch["output_shapes"], launch["output_dtypes"], strict=True)]
+    mx.eval(outputs)
+    depending: list[mx.array] = mx.depends(outputs, arrays)
+    noted = cuda._captured.get()
+    if noted is not None:
+        noted.append(cuda.Launch(kernel, arrays, depending, scalars, launch["grid"], launch["threadgroup"]))
+    return depending
 
 
-@pytest.mark.parametrize(
-    ("changed", "is_captured"),
-    [
-        ({"model_type": "llama"}, True),
-        ({"model_type": "qwen2"}, True),
-        ({"model_type": "qwen3"}, True),
-        ({"model_type": "smollm3"}, True),
-        (WIDER | QUANTIZED, True),
-        ({"model_type": "gemma"}, False),
-    ],
-)
-def test_steps_of_these_models_launch_kernels_of_ours_alone(
-    changed: dict[str, Any],
-    is_captured: bool,
-    launched: dict[Specialization, None],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """`launched` lets the process believe that it has a GPU."""
-
-    def call(_: cuda.Kernel, inputs: Sequence[mx.array], *__: Any, **launch: Any) -> list[mx.array]:
-        outputs = [mx.zeros(*one) for one in zip(launch["output_shapes"], launch["output_dtypes"], strict=True)]
-        mx.eval(outputs)
-        depending: list[mx.array] = mx.depends(outputs, list(map(memory_of, inputs)))
-        return depending
-
-    monkeypatch.setattr(cuda.Kernel, "__call__", call)
-    shape = SHAPE | {"rope_theta": 10000.0, "tie_word_embeddings": True} | changed
-    model = random_model(shape, dtype="bfloat16")
-    mx.eval(model.base.parameters())
-    for rows in (4, 32):
-        lora = LoraSelector(model).select([random_adapter(model, 1)] * rows)
-        assert isinstance(lora, SegmentedLora)
-        found = step_operations(model, rows, None) | step_operations(model, rows, lora)
-        assert (not found) == is_captured, found
+def addresses(arrays: Sequence[mx.array]) -> list[int | None]:
+    """Those in the memory of a CPU."""
+    mx.eval(arrays)
+    words = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
+    views = [np.asarray(array.view(words[array.dtype.size])) for array in arrays]
+    return [view.ctypes.data if view.flags.c_contiguous else None for view in views]
 
 
 @dataclass
@@ -158,6 +128,47 @@ def call(captured: CapturedForward, pools: list[mx.array], rows: int = 4, lora: 
     return captured(tokens_B, tokens_B + 1, mx.zeros((rows, 4), mx.int32), pools, lora)
 
 
+@pytest.mark.parametrize(
+    ("changed", "is_captured"),
+    [
+        ({"model_type": "llama"}, True),
+        ({"model_type": "qwen2"}, True),
+        ({"model_type": "qwen3"}, True),
+        ({"model_type": "smollm3"}, True),
+        (WIDER | QUANTIZED, True),
+        ({"model_type": "gemma"}, False),
+    ],
+)
+def test_steps_of_these_models_launch_kernels_of_ours_alone(
+    changed: dict[str, Any],
+    is_captured: bool,
+    launched: dict[Specialization, None],
+    driver: Driver,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`launched` lets the process believe that it has a GPU; here launches are noted, and compute nothing."""
+    monkeypatch.setattr(cuda.Kernel, "__call__", note_launch)
+    monkeypatch.setattr(cuda_graph, "VIEWS", VIEWS | {"Depends"})
+    monkeypatch.setattr(cuda_graph, "_function", lambda _: 0)
+    for module in (cuda_graph, captured_forward):
+        monkeypatch.setattr(module, "addresses", addresses)
+    monkeypatch.setattr(captured_forward, "capture", capture)
+    shape = SHAPE | {"rope_theta": 10000.0, "tie_word_embeddings": True} | changed
+    model = random_model(shape, dtype="bfloat16")
+    mx.eval(model.base.parameters())
+    captured, pools = CapturedForward(model), [array for pair in make_pools(model, 1) for array in pair]
+    for rows in (4, 32):
+        lora = LoraSelector(model).select([random_adapter(model, 1)] * rows)
+        assert isinstance(lora, SegmentedLora)
+        steps = [captured.prepare(rows, 4, pools, binding) for binding in (None, lora)]
+        assert [step is not None for step in steps] == [is_captured] * 2, captured._reasons
+        for step in (step for step in steps if step is not None):
+            assert not {id(array) for array in step.captured.kept} & set(map(id, pools))
+            assert len(step.captured.nodes) > 5 * model.num_layers
+            assert step.captured.result.shape == (rows, shape["hidden_size"])
+    assert captured.min_rows == (FEW_ROWS if is_captured else 1)
+
+
 def test_a_form_is_captured_once(driver: Driver, pools: list[mx.array]) -> None:
     captured = CapturedForward(None)  # type: ignore[arg-type]  # its forward is never built
     for rows in (4, 8, 4):
@@ -194,15 +205,15 @@ def test_lora_weights_are_copied_when_they_change(
     assert len(driver.captures) == 2, "an order of another length is another form"
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        NotCaptured("MLX computes Add"),
-        CudaError("old"),
-        RuntimeError("[malloc] Unable to allocate"),
-        OSError("no libcuda"),
-    ],
-)
+def refuse(driver: Driver, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def capture(*_: Any) -> Capture:
+        driver.captures.append(lambda: mx.zeros(1))
+        raise error
+
+    monkeypatch.setattr(captured_forward, "capture", capture)
+
+
+@pytest.mark.parametrize("error", [NotCaptured("MLX computes Add"), CudaError("cuGraphCreate: not supported")])
 def test_what_cannot_be_captured_is_tried_and_told_once(
     error: Exception,
     driver: Driver,
@@ -210,11 +221,7 @@ def test_what_cannot_be_captured_is_tried_and_told_once(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def refuse(*_: Any) -> Capture:
-        driver.captures.append(lambda: mx.zeros(1))
-        raise error
-
-    monkeypatch.setattr(captured_forward, "capture", refuse)
+    refuse(driver, monkeypatch, error)
     captured = CapturedForward(None)  # type: ignore[arg-type]
     with caplog.at_level(logging.INFO):
         found = [(call(captured, pools, rows), captured.min_rows) for rows in (64, 4, 4)]
@@ -224,19 +231,69 @@ def test_what_cannot_be_captured_is_tried_and_told_once(
     assert driver.launches == []
 
 
-def test_inputs_that_were_not_launched_are_not_awaited(
+@pytest.mark.parametrize("error", [CudaError("cuGraphInstantiate: out of memory"), MemoryError()])
+def test_what_memory_was_short_for_is_tried_again(
+    error: Exception, driver: Driver, pools: list[mx.array], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse(driver, monkeypatch, error)
+    captured = CapturedForward(None)  # type: ignore[arg-type]
+    for _ in range(2):
+        with pytest.raises(type(error)):
+            call(captured, pools)
+    assert (len(driver.captures), captured.min_rows) == (2, 4)
+
+
+def test_without_a_driver_nothing_is_captured(monkeypatch: pytest.MonkeyPatch, pools: list[mx.array]) -> None:
+    def fail() -> None:
+        raise OSError("libcuda.so.1: cannot open shared object file")
+
+    monkeypatch.setattr(captured_forward, "GraphStream", fail)
+    captured = CapturedForward(None)  # type: ignore[arg-type]
+    assert (call(captured, pools), captured.min_rows) == (None, 1)
+
+
+def test_grown_pools_without_a_graph_leave_the_step_as_it_was(
     driver: Driver, pools: list[mx.array], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     captured = CapturedForward(None)  # type: ignore[arg-type]
     call(captured, pools)
+    (step,) = captured._steps.values()
+    assert step is not None
+    before = step.captured, step.pools, step.graph
 
     def fail(_: object) -> None:
+        raise CudaError("out of memory")
+
+    grown = [mx.zeros((2, 2)), mx.zeros((2, 2))]
+    with monkeypatch.context() as short_memory:
+        short_memory.setattr(captured_forward, "Graph", fail)
+        with pytest.raises(CudaError):
+            call(captured, grown)
+    assert (step.captured, step.pools, step.graph) == before
+    call(captured, grown)
+    assert step.pools is captured._pools.addresses
+
+
+@pytest.mark.parametrize("failing", ["inputs", "launch", "wait"])
+def test_after_a_failure_counters_begin_anew(
+    failing: str, driver: Driver, pools: list[mx.array], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captured = CapturedForward(None)  # type: ignore[arg-type]
+    call(captured, pools)
+
+    def fail(*_: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(mx, "async_eval", fail)
+    match failing:
+        case "inputs":
+            monkeypatch.setattr(mx, "async_eval", fail)
+        case "launch":
+            monkeypatch.setattr(driver, "launch", fail)
+        case "wait":
+            monkeypatch.setattr(captured_forward, "wait_until", fail)
     with pytest.raises(MemoryError):
         call(captured, pools)
-    assert (driver.resets, driver.launches) == (1, [0])
+    assert driver.resets == 1
 
 
 def test_graphs_of_forms_that_nobody_uses_are_given_up(

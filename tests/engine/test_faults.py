@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from parallm.device.blas import load_blas
+from parallm.device.memory import is_out_of_memory
 from parallm.device.settings import DeviceSettings
-from parallm.engine.engine import Engine, is_out_of_memory
+from parallm.engine.engine import Engine
 from parallm.engine.settings import EngineSettings
 from parallm.errors import ContextTooLong, EngineStopped
 from parallm.model.shared_model import SharedModel

@@ -13,7 +13,7 @@ from mlx_lm.models.llama import Model, ModelArgs
 from mlx_lm.utils import load_tokenizer
 
 from parallm.device.streams import DeviceStreams
-from parallm.engine import flat_prefill
+from parallm.engine import flat_prefill, paged_memory
 from parallm.engine.engine import Engine
 from parallm.engine.kernel_list import engine_kernels
 from parallm.engine.kv.attention_metadata import AttentionMetadata
@@ -257,6 +257,19 @@ def test_a_prepared_engine_builds_no_step_for_a_request(
             pass
     assert num_prepared == (24 if is_prepared else 0), "8 numbers of rows, 3 widths of tables"
     assert bool(built) != is_prepared, built
+
+
+def test_an_engine_that_cannot_prepare_serves_without(
+    model: SharedModel, make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("[malloc] Unable to allocate 512 bytes.")
+
+    engine = make_engine(model)
+    monkeypatch.setattr(paged_memory, "make_pools", fail)
+    assert not engine.prepare()
+    monkeypatch.undo()
+    assert not engine.prepare(), "what failed is not tried again and again"
 
 
 def test_a_learner_needs_attention_and_scores_in_both_directions(

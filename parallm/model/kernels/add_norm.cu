@@ -1,9 +1,9 @@
 // The residual stream after a sublayer, and its RMSNorm; see add_norm.py.
 // Inputs `y` (S, B, H) of type Y, parts of the sublayer's output that are still to be added up (any array, if SPLITS is
 // 0), the stream `other` (B, H) before it, `weight` (H) of the norm; if HAS_LORA those of expand.cu for one target; if
-// SHRINKS `next_order` as there, `next_starts` and `next_factors`, where A (SHRUNK, H) of the only version begins at `next_starts[0]`. Outputs `sums`
-// (B, H), rounded as MLX's sum, `normed` (B, H), and if SHRINKS `shrunk` (B, SHRUNK), its products with A, zeros for rows
-// without a version.
+// SHRINKS `next_order` as there, `next_starts` and `next_factors`, where A (SHRUNK, H) of the only version begins at
+// `next_starts[0]`. Outputs `sums` (B, H), rounded as MLX's sum, `normed` (B, H), and if SHRINKS `shrunk` (B, SHRUNK), its
+// products with A, zeros for rows without a version.
 // T type of all arrays but the parts, SPLITS parts, SIZE of H. A block of BLOCK threads has a row, and each of its first
 // threads a vector of it; THREADS, and CHUNKS vectors of each, are those of MLX's kernel, so that sums of squares have its
 // order. K columns of A; SORTED as in expand.cu.

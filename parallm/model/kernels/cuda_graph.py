@@ -1,11 +1,11 @@
 """A forward that is captured once and replayed with one call, as a CUDA graph.
 
-MLX hands kernels over one by one: 8 microseconds of the host each, some 180 times in a decode step of a 0.5B policy,
-whose kernels take a GPU no longer. A captured forward costs the host the same for any number of kernels.
+MLX hands kernels over one by one, which costs the host of a small model as much as computing them costs the GPU. A
+captured forward costs the host the same for any number of kernels.
 
-Only launches of our own kernels are captured, so that nothing else may be computed; views cost nothing. Inputs, weights
-and the result stay where they are. What lies between shares one array, in which an output takes the place of what
-nobody reads any more.
+Only launches of our own kernels are captured, so nothing else may be computed; views cost nothing. Inputs, weights and
+the result stay where they are: the host must not read them while there are graphs, since MLX then moves an array. What
+lies between shares one array, in which an output takes the place of one that is not read any more.
 """
 
 import ctypes
@@ -79,46 +79,56 @@ class Arena:
 
 
 def capture(forward: Callable[[], mx.array], arena: Arena, given: Collection[int] = ()) -> Capture:
-    """The launches that compute `forward()`, which runs once. `given` are addresses of arrays that the caller keeps.
-    Raises NotCaptured."""
-    with captured_launches() as launches:
-        computed = memory_of(forward())
-    if others := operations(computed) - VIEWS - {KERNEL}:
-        raise NotCaptured(f"MLX computes {', '.join(sorted(others))}")
-    result = mx.zeros(computed.shape, computed.dtype)
-    arrays = {id(array): array for one in launches for array in (*one.inputs, *one.outputs)}
-    arrays |= {id(array): array for array in (computed, result)}
-    ran = RanLaunches(launches, dict(zip(arrays, addresses(list(arrays.values())), strict=True)))
-    last = ran.output_at(computed)
-    if last is None or last.size != result.nbytes:
+    """The launches that compute `forward()`, which runs twice, and alike. `given` are addresses of arrays that the
+    caller keeps. Raises NotCaptured."""
+    ran, again = RanLaunches(forward), RanLaunches(forward)
+    last = ran.output_at(ran.computed)
+    if last is None or last.size != ran.computed.nbytes:
         raise NotCaptured("no kernel writes the result and nothing else")
     last_reader = ran.last_readers(last)
+    used = [index for index, outputs in enumerate(ran.outputs) if any(output in last_reader for output in outputs)]
+    if ran.constants(used) != again.constants(used):
+        raise NotCaptured("a kernel reads what was made anew outside of our kernels, such as a copy of a view")
     offsets, size = share_memory(ran, last, last_reader)
-    memory = arena.memory(max(1, size))
-    (base,) = addresses([memory])
-    starts = {output: (base or 0) + offset for output, offset in offsets.items()} | {last: ran.address(result)}
-    nodes, kept = [], {id(memory): memory}
-    for index, one in enumerate(launches):
-        if any(output in last_reader for output in ran.outputs[index]):
-            nodes.append(_node(one, [ran.moved(array, starts) for array in (*one.inputs, *one.outputs)]))
-            constants = [array for array in one.inputs if ran.output_at(array) is None]
-            kept |= {id(array): array for array in constants if ran.address(array) not in given}
-    return Capture(nodes=nodes, result=result, kept=list(kept.values()))
+    memory, result = arena.memory(max(1, size)), mx.zeros(ran.computed.shape, ran.computed.dtype)
+    base, result_address = (address or 0 for address in addresses([memory, result]))
+    starts = {output: base + offset for output, offset in offsets.items()} | {last: result_address}
+    nodes = []
+    for one in (ran.launches[index] for index in used):
+        nodes.append(_node(one, [ran.moved(array, starts) for array in (*one.inputs, *one.outputs)]))
+    kept = [array for index in used for array in ran.constant_inputs(index) if ran.address(array) not in given]
+    return Capture(nodes=nodes, result=result, kept=[memory, *{id(array): array for array in kept}.values()])
 
 
 class RanLaunches:
-    """Launches that have run, and where MLX placed their arrays."""
+    """What a forward launched, once it has run, and where MLX placed the arrays."""
 
-    def __init__(self, launches: Sequence[Launch], address_of: Mapping[int, int | None]) -> None:
-        """`address_of`: by the `id` of an array."""
-        self.launches = launches
-        self._address_of = address_of
+    def __init__(self, forward: Callable[[], mx.array]) -> None:
+        """Raises NotCaptured."""
+        with captured_launches() as launches:
+            self.computed = memory_of(forward())
+        if others := operations(self.computed) - VIEWS - {KERNEL}:
+            raise NotCaptured(f"MLX computes {', '.join(sorted(others))}")
+        self.launches: Sequence[Launch] = launches
+        arrays = {id(array): array for one in launches for array in (*one.inputs, *one.outputs)}
+        arrays[id(self.computed)] = self.computed
+        self._address_of = dict(zip(arrays, addresses(list(arrays.values())), strict=True))
         self.outputs = [
             [Output(index, self.address(array), array.nbytes) for array in one.outputs]
             for index, one in enumerate(launches)
         ]
         self._sorted = sorted((one for outputs in self.outputs for one in outputs), key=lambda output: output.start)
         self._starts = [output.start for output in self._sorted]
+
+    def constant_inputs(self, index: int) -> list[mx.array]:
+        """The inputs of a launch that no launch has written."""
+        return [array for array in self.launches[index].inputs if self.output_at(array) is None]
+
+    def constants(self, indices: Sequence[int]) -> list[object]:
+        """What is the same whenever the forward runs: kernels, scalars, and addresses of inputs that are no outputs."""
+        chosen = [self.launches[index] for index in indices if index < len(self.launches)]
+        addresses = [[self.address(array) for array in self.constant_inputs(index)] for index in indices[: len(chosen)]]
+        return [[(one.kernel, list(one.scalars), one.grid) for one in chosen], addresses, len(self.launches)]
 
     def address(self, array: mx.array) -> int:
         """Raises NotCaptured."""

@@ -15,8 +15,8 @@ import mlx.core as mx
 
 NON_BLOCKING = 1  # of a stream
 MAX_SHARED_ATTRIBUTE = 8  # of a function
-WAIT_UNTIL_REACHED, WITH_BARRIER = 0, 0  # in a circle of 32 bits; after all that was written before
-USUAL_SHARED = 48 << 10  # bytes of a block that need no attribute
+WAIT_UNTIL_REACHED = 0
+WRITE_AFTER_ALL = 0  # that was written before
 
 PROGRAMMATIC = ctypes.c_uint64(0x010001)
 """A CUgraphEdgeData: its ports and its type, a byte each, of a programmatic dependency."""
@@ -68,7 +68,11 @@ class GraphNode:
 
 def call(name: str, *arguments: Any) -> None:
     """Call a function of the driver. Raises CudaError."""
-    status = driver()[name](*arguments)
+    try:
+        function = driver()[name]
+    except AttributeError as error:
+        raise CudaError(f"{name} is not part of this driver; CUDA 12.3 has it") from error
+    status = function(*arguments)
     if status:
         text = ctypes.c_char_p()
         driver().cuGetErrorString(status, ctypes.byref(text))
@@ -83,64 +87,67 @@ def driver() -> ctypes.PyDLL:
 
 def load_function(name: str, cubin: bytes, shared_bytes: int) -> int:
     """A function in machine code, whose blocks may have so much shared memory. Raises CudaError."""
-    module = _made("cuModuleLoadData", cubin)
-    function = _made("cuModuleGetFunction", ctypes.c_void_p(module), name.encode())
-    if shared_bytes > USUAL_SHARED:
+    module = _created("cuModuleLoadData", cubin)
+    function = _created("cuModuleGetFunction", ctypes.c_void_p(module), name.encode())
+    if shared_bytes:  # MLX and CUDA count differently what needs to be asked for
         call("cuFuncSetAttribute", ctypes.c_void_p(function), MAX_SHARED_ATTRIBUTE, shared_bytes)
     return function
 
 
 class Counter:
-    """A word of 32 bits on the device that streams count up and wait for."""
+    """A word of 32 bits on the device that streams count up and wait for, in a circle."""
 
-    def __init__(self) -> None:
+    def __init__(self, stream: ctypes.c_void_p) -> None:
         """Raises CudaError."""
-        self.address = _made("cuMemAlloc_v2", ctypes.c_size_t(4))
-        self.awaited = 0
+        self.address = _created("cuMemAlloc_v2", ctypes.c_size_t(4))
+        call("cuMemsetD32Async", ctypes.c_uint64(self.address), 0, ctypes.c_size_t(1), stream)
+        call("cuStreamSynchronize", stream)
+        self.expected = 0
         """What it counts to when all has run that was launched."""
 
     def expect(self, more: int) -> ctypes.c_uint32:
-        """Count on so many additions; returns `awaited`."""
-        self.awaited = (self.awaited + more) % (1 << 32)
-        return ctypes.c_uint32(self.awaited)
-
-    def clear(self) -> None:
-        """Begin anew. Raises CudaError."""
-        call("cuMemsetD32_v2", ctypes.c_uint64(self.address), 0, ctypes.c_size_t(1))
-        self.awaited = 0
+        """Expect `more` additions; returns `expected`."""
+        self.expected = (self.expected + more) % (1 << 32)
+        return ctypes.c_uint32(self.expected)
 
 
 class GraphStream:
     """A stream of its own for graphs. MLX does not tell its stream, so counters order both.
 
     Events for all work of the context would be simpler. But then a graph would wait for calls of the host, too, by
-    which MLX frees memory, 0.2 ms of a step on an H200; and nobody could capture a stream meanwhile.
+    which MLX frees memory; and no thread could capture a stream meanwhile.
     """
 
     def __init__(self) -> None:
-        """Raises CudaError."""
+        """Raises CudaError, also where streams cannot wait for memory."""
         mx.eval(mx.zeros(1))  # gives this thread a context
-        self._stream = ctypes.c_void_p(_made("cuStreamCreate", NON_BLOCKING))
-        self.arrivals, self.graphs = Counter(), Counter()
-        """What graphs wait for, and how many have ended."""
-        self.reset()
+        self._stream = ctypes.c_void_p(_created("cuStreamCreate", NON_BLOCKING))
+        self._renew_counters()
+        self._wait(ctypes.c_uint32(0))
+        call("cuStreamSynchronize", self._stream)
 
     def launch(self, graph: "Graph", arrivals: int) -> int:
         """Launch a graph after `arrivals` more additions of 1 to that counter, which are launched already; returns what
         `graphs` counts to when the graph has ended. Raises CudaError."""
-        awaited, ended = self.arrivals.expect(arrivals), self.graphs.expect(1)
-        address = ctypes.c_uint64(self.arrivals.address)
-        call("cuStreamWaitValue32_v2", self._stream, address, awaited, WAIT_UNTIL_REACHED)
+        self._wait(self.arrivals.expect(arrivals))
         call("cuGraphLaunch", graph.executable, self._stream)
-        call("cuStreamWriteValue32_v2", self._stream, ctypes.c_uint64(self.graphs.address), ended, WITH_BARRIER)
-        return self.graphs.awaited
+        address, ended = ctypes.c_uint64(self.graphs.address), self.graphs.expect(1)
+        call("cuStreamWriteValue32_v2", self._stream, address, ended, WRITE_AFTER_ALL)
+        return self.graphs.expected
 
     def reset(self) -> None:
-        """Begin to count anew, after all work: some additions may not have been launched. Raises CudaError."""
-        call("cuCtxSynchronize")
-        self.arrivals.clear()
-        self.graphs.clear()
-        call("cuCtxSynchronize")
+        """Wait for all graphs, and count from now on with other counters: additions that nobody awaits may have been
+        launched, or may be yet. Raises CudaError."""
+        call("cuStreamSynchronize", self._stream)
+        self._renew_counters()
+
+    def _wait(self, arrivals: ctypes.c_uint32) -> None:
+        address = ctypes.c_uint64(self.arrivals.address)
+        call("cuStreamWaitValue32_v2", self._stream, address, arrivals, WAIT_UNTIL_REACHED)
+
+    def _renew_counters(self) -> None:
+        self.arrivals, self.graphs = Counter(self._stream), Counter(self._stream)
+        """What graphs wait for, and how many have ended."""
 
 
 class Graph:
@@ -148,7 +155,7 @@ class Graph:
 
     def __init__(self, nodes: Sequence[GraphNode]) -> None:
         """Raises CudaError."""
-        graph = ctypes.c_void_p(_made("cuGraphCreate", 0))
+        graph = ctypes.c_void_p(_created("cuGraphCreate", 0))
         self._graph = graph
         last: ctypes.c_void_p | None = None
         for node in nodes:
@@ -161,13 +168,13 @@ class Graph:
                 shared_bytes=node.shared_bytes,
                 arguments=arguments,
             )
-            added = _made("cuGraphAddKernelNode_v2", graph, None, ctypes.c_size_t(0), ctypes.byref(params))
+            added = _created("cuGraphAddKernelNode_v2", graph, None, ctypes.c_size_t(0), ctypes.byref(params))
             before, last = last, ctypes.c_void_p(added)
             if before is not None:
                 edge = PROGRAMMATIC if node.begins_early else ctypes.c_uint64(0)
                 ends = ctypes.byref(before), ctypes.byref(last)
                 call("cuGraphAddDependencies_v2", graph, *ends, ctypes.byref(edge), ctypes.c_size_t(1))
-        self.executable = ctypes.c_void_p(_made("cuGraphInstantiateWithFlags", graph, ctypes.c_ulonglong(0)))
+        self.executable = ctypes.c_void_p(_created("cuGraphInstantiateWithFlags", graph, ctypes.c_ulonglong(0)))
 
     def __del__(self) -> None:
         if executable := getattr(self, "executable", None):
@@ -176,8 +183,8 @@ class Graph:
             driver().cuGraphDestroy(graph)
 
 
-def _made(name: str, *arguments: Any) -> int:
+def _created(name: str, *arguments: Any) -> int:
     """What a function of the driver puts where its first argument points."""
-    made = ctypes.c_void_p()
-    call(name, ctypes.byref(made), *arguments)
-    return made.value or 0
+    created = ctypes.c_void_p()
+    call(name, ctypes.byref(created), *arguments)
+    return created.value or 0

@@ -91,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(32 * WIDE * DEEP, 1)
   int stage = 0;  // of the chunk that is fetched
 #pragma unroll 1
   for (int step = (1 - STAGES) * (1 + begins_early); step < end - begin; step++) {
-    // As in small_batch_gemm.cu: perhaps first weights, which nobody writes, and then rows
+    // As in small_batch_gemm.cu: perhaps first weights, which no kernel writes, and then rows
     const bool has_rows = step > -STAGES;
     if (step == 1 - STAGES) {
       wait_for_inputs();

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from parallm.model.kernels.cuda import VECTOR_BYTES, kernel
+from parallm.model.kernels.cuda import VECTOR_BYTES, interned_array, kernel
 
 ANGLE_THREADS, THREADS = 128, 256  # of a block
 
@@ -37,7 +37,7 @@ class Rotation:
         """Cosine and sine for each pair of values at these positions, float32 (B, P, 2). CUDA only."""
         pairs = self.dims // 2
         log_base = 0.0 if self.base is None else math.log2(self.base)
-        numbers = mx.array([self.scale, log_base], mx.float32)
+        numbers = interned_array((self.scale, log_base), mx.float32)
         wavelengths = numbers if self.wavelengths is None else self.wavelengths  # not read where there is a base
         count = offsets_B.shape[0] * pairs
         return kernel("rotary_angles", (("PAIRS", pairs), ("BY_BASE", self.base is not None)))(

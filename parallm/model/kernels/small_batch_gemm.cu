@@ -135,7 +135,7 @@ extern "C" __global__ void __launch_bounds__(32 * WIDE * DEEP)
 #pragma unroll 1
   for (int step = (1 - STAGES) * (1 + begins_early); step < end - begin + PLUS; step++) {
     // First STAGES - 1 chunks, then another one for each that is multiplied. While the kernel in front may still run, it
-    // is the weights of those chunks, which nobody writes, and then their rows.
+    // is the weights of those chunks, which no kernel writes, and then their rows.
     const bool has_rows = step > -STAGES;
     if (step == 1 - STAGES) {
       wait_for_inputs();

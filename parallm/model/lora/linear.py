@@ -57,7 +57,7 @@ class LoraContext:
 
     @property
     def is_served(self) -> bool:
-        """Whether kernels that have no gradients may compute what runs now."""
+        """Whether kernels without gradients may compute what runs now: LoRA, if there is any, is that of the engine."""
         return self.lora is None or isinstance(self.lora, SegmentedLora)
 
     @contextmanager

@@ -255,7 +255,7 @@ class FusedNorm(nn.RMSNorm):
     """An RMSNorm that may be one kernel with a residual add and with what comes after it."""
 
     is_served: Callable[[], bool] = staticmethod(lambda: False)
-    """Whether nothing is differentiated now."""
+    """Whether kernels without gradients may compute what runs now."""
 
     def __call__(self, x: mx.array) -> mx.array:
         match origin_of(x):

@@ -39,7 +39,7 @@ def kernels(compiled: CpuKernels, monkeypatch: pytest.MonkeyPatch) -> CpuKernels
 
 
 @needs_compiler
-def test_all_is_copied_before_it_is_counted(kernels: CpuKernels) -> None:
+def test_all_is_copied_and_each_block_is_counted(kernels: CpuKernels) -> None:
     assert is_right()
 
 

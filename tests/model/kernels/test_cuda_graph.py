@@ -2,6 +2,7 @@
 that work on addresses; on CUDA a real forward is replayed."""
 
 import ctypes
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,9 +13,10 @@ import pytest
 
 from parallm.model.kernels import cuda, cuda_graph
 from parallm.model.kernels.columns import shaped
+from parallm.model.kernels.copy_into import copy_into
 from parallm.model.kernels.cuda import Kernel, Launch, has_kernels
 from parallm.model.kernels.cuda_graph import Arena, Capture, NotCaptured, Output, RanLaunches, capture, share_memory
-from parallm.model.kernels.driver import Graph, GraphNode, GraphStream
+from parallm.model.kernels.driver import Graph, GraphStream
 from parallm.model.kernels.swiglu import fused_swiglu
 from parallm.model.kernels.wait_until import wait_until
 
@@ -33,6 +35,13 @@ def double(inputs: Sequence[np.ndarray], output: np.ndarray, _: Sequence[Any]) -
 FUNCTIONS: dict[str, tuple[Function, int]] = {"add": (add, 2), "double": (double, 1)}
 
 
+KERNELS = {name: Kernel(name, b"", 0, copies_views=True) for name in FUNCTIONS}
+
+
+ZEROS = mx.zeros(SIZE)
+COUNT = itertools.count()
+
+
 def launch(name: str, *inputs: mx.array, scalars: Sequence[Any] = ()) -> mx.array:
     """Run a function now, on float32 numbers, and note it as MLX's launches are noted."""
     output = mx.zeros(SIZE)
@@ -40,8 +49,7 @@ def launch(name: str, *inputs: mx.array, scalars: Sequence[Any] = ()) -> mx.arra
     FUNCTIONS[name][0]([np.asarray(array).ravel() for array in inputs], np.asarray(output), scalars)
     captured = cuda._captured.get()
     if captured is not None:
-        kernel = Kernel(name, b"", 0, copies_views=True)
-        captured.append(Launch(kernel, inputs, [output], scalars, (SIZE, 1, 1), (SIZE, 1, 1)))
+        captured.append(Launch(KERNELS[name], inputs, [output], scalars, (SIZE, 1, 1), (SIZE, 1, 1)))
     return output
 
 
@@ -80,7 +88,7 @@ def given() -> mx.array:
 
 def chain(given: mx.array) -> mx.array:
     """2 (x + 3) + x + (x + 3), with a launch that nobody needs and a view."""
-    first = launch("add", given, mx.zeros(SIZE), scalars=[3])
+    first = launch("add", given, ZEROS, scalars=[3])
     launch("double", first)
     doubled = launch("double", first.reshape(8, -1))
     return shaped(launch("add", launch("add", doubled, given), first), (1, SIZE))
@@ -129,6 +137,10 @@ def test_moved_pointers_read_another_array(given: mx.array) -> None:
     [
         (lambda x: launch("double", x) + 1, "MLX computes Add"),
         (lambda x: launch("double", launch("double", x).reshape(2, -1).T), "one after the other"),
+        (lambda x: launch("double", launch("double", x).reshape(2, -1).T.reshape(-1)), "made anew"),
+        (lambda x: launch("double", launch("double", x).reshape(8, 8).T.flatten()), "made anew"),
+        (lambda x: launch("add", x, ZEROS, scalars=[next(COUNT)]), "made anew"),
+        (lambda x: launch("double", mx.array(np.array(launch("double", x)))), "made anew"),
         (lambda x: launch("double", x)[:8], "nothing else"),
         (lambda x: x, "nothing else"),
     ],
@@ -183,18 +195,17 @@ def test_a_gpu_runs_a_graph_in_order_with_mlx() -> None:
     x, gate = mx.random.normal((64, 64)), mx.random.normal((64, 64))
     mx.eval(x, gate)
 
-    def forward() -> mx.array:
-        y = fused_swiglu(gate, x)
-        for _ in range(10):
-            y = fused_swiglu(gate, y)
-        return y
+    def forward(x: mx.array) -> mx.array:
+        for _ in range(11):
+            x = fused_swiglu(gate, x)
+        return x
 
-    expected = forward()
-    captured = capture(forward, Arena())
-    stream = GraphStream()
-    graph: Graph = Graph(captured.nodes)
-    assert isinstance(captured.nodes[0], GraphNode)
-    for _ in range(20):
-        mx.eval(captured.result * 0, wait_until(stream.graphs.address, stream.launch(graph, 0)))
-        assert mx.array_equal(captured.result * 1, expected).item()
+    captured, stream = capture(lambda: forward(x), Arena()), GraphStream()
+    graph = Graph(captured.nodes)
     assert len(captured.nodes) == 11
+    for number in range(20):
+        fresh = mx.random.normal((64, 64), key=mx.random.key(number))
+        done, arrivals = copy_into([x], [fresh], stream.arrivals.address)
+        mx.async_eval(done)
+        mx.async_eval(wait_until(stream.graphs.address, stream.launch(graph, arrivals)))
+        assert mx.array_equal(captured.result, forward(fresh)).item()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from parallm.model.kernels import driver as module
-from parallm.model.kernels.driver import Argument, CudaError, Graph, GraphNode, GraphStream
+from parallm.model.kernels.driver import Argument, CudaError, Graph, GraphNode, GraphStream, load_function
 
 
 class Driver:
@@ -24,7 +24,7 @@ class Driver:
             self.called.append((name, given))
             if name in self.refused:
                 return 801
-            if name.startswith(("cuStreamCreate", "cuMemAlloc", "cuGraph")):
+            if name.startswith(("cuStreamCreate", "cuMemAlloc", "cuGraph", "cuModule")):
                 self._make(name, arguments)
             return 0
 
@@ -65,6 +65,7 @@ def node(*, begins_early: bool) -> GraphNode:
 
 def test_a_graph_waits_for_all_arrivals_and_counts_its_end(driver: Driver) -> None:
     stream, graph = GraphStream(), Graph([node(begins_early=False)])
+    assert driver.names().count("cuStreamWaitValue32_v2") == 1, "whether streams can wait"
     driver.called.clear()
     ended = [stream.launch(graph, 3), stream.launch(graph, 4)]
     assert driver.names() == ["cuStreamWaitValue32_v2", "cuGraphLaunch", "cuStreamWriteValue32_v2"] * 2
@@ -76,9 +77,11 @@ def test_a_graph_waits_for_all_arrivals_and_counts_its_end(driver: Driver) -> No
     assert ended == [1, 2]
     stream.launch(graph, (1 << 32) - 6)
     assert driver.called[-3][1][2] == 1, "a counter is a circle"
+    before = stream.arrivals.address
     stream.reset()
     assert stream.launch(graph, 2) == 1
-    assert driver.called[-3][1][2] == 2
+    assert driver.called[-3][1][1:3] == [stream.arrivals.address, 2]
+    assert stream.arrivals.address != before, "what is launched late counts elsewhere"
 
 
 def test_only_a_kernel_that_waits_begins_before_the_one_in_front_ends(driver: Driver) -> None:
@@ -93,6 +96,26 @@ def test_an_old_driver_and_a_refused_call_are_told(driver: Driver) -> None:
     driver.refused.add("cuGraphInstantiateWithFlags")
     with pytest.raises(CudaError, match="cuGraphInstantiateWithFlags: error 801"):
         Graph([])
+
+
+def test_streams_that_cannot_wait_are_told_at_once(driver: Driver) -> None:
+    driver.refused.add("cuStreamWaitValue32_v2")
+    with pytest.raises(CudaError, match="cuStreamWaitValue32_v2"):
+        GraphStream()
+
+
+def test_a_function_that_the_driver_lacks_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "driver", lambda: ctypes.PyDLL(None))
+    with pytest.raises(CudaError, match=r"cuGraphCreate is not part of this driver; CUDA 12\.3 has it"):
+        Graph([])
+
+
+@pytest.mark.parametrize("shared_bytes", [0, 1024, 48 << 10])
+def test_a_function_may_have_all_shared_memory_that_it_names(shared_bytes: int, driver: Driver) -> None:
+    """Beside its static arrays 48 KB are too much, though CUDA gives as much without being asked."""
+    load_function("add_norm", b"code", shared_bytes)
+    asked = [given[2] for name, given in driver.called if name == "cuFuncSetAttribute"]
+    assert len(asked) == bool(shared_bytes)
 
 
 def test_moved_pointers_leave_numbers_alone() -> None:

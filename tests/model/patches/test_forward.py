@@ -2,15 +2,18 @@ import gc
 import itertools
 import operator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
+from parallm.model.kernels import head_norm, unpack
 from parallm.model.kernels.segmented_lora import ShrinkOutput
 from parallm.model.patches import forward
-from parallm.model.patches.forward import FusedAdd, FusedNorm, origin_of, set_origin
+from parallm.model.patches.forward import FusedAdd, FusedNorm, QuantizedRowEmbedding, origin_of, set_origin
+from tests.model.kernels.cuda_on_cpu import CpuKernels, needs_compiler
 from tests.model.lora.test_segmented import random_versions
 
 
@@ -104,6 +107,38 @@ def test_a_residual_add_and_its_norm_are_one_kernel(
     assert len(launched) == (3 + is_served if num_tokens == 1 else 0)
     for (_, total), (before, _) in itertools.pairwise(launched):
         assert before is total  # no add by itself is left
+
+
+@pytest.mark.parametrize("is_served", [False, True])
+def test_heads_are_normed_where_they_are_unless_something_is_differentiated(
+    is_served: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forward, "fits", lambda *_: False)
+    monkeypatch.setattr(head_norm, "fits", lambda heads, _: heads.ndim == 4)
+    monkeypatch.setattr(head_norm, "head_norm", lambda heads, weight, eps: heads + weight + eps)
+    norm, heads_B1XD = FusedNorm(8), mx.random.normal((3, 1, 2, 8))
+    norm.is_served = lambda: is_served
+    expected = heads_B1XD + 1 + norm.eps if is_served else mx.fast.rms_norm(heads_B1XD, norm.weight, norm.eps)
+    assert mx.allclose(norm(heads_B1XD), expected).item()
+    assert mx.allclose(norm(heads_B1XD[0]), mx.fast.rms_norm(heads_B1XD[0], norm.weight, norm.eps)).item()
+
+
+@needs_compiler
+@pytest.mark.parametrize("bits", [4, 8])
+def test_rows_of_a_packed_embedding_are_unpacked_as_by_mlx(
+    bits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = nn.Embedding(40, 128)
+    plain.set_dtype(mx.float16)
+    layer = plain.to_quantized(64, bits)
+    expected = layer(mx.array([[3], [39]]))
+    layer.__class__ = QuantizedRowEmbedding
+    monkeypatch.setattr(unpack, "fits", lambda *_: True)
+    monkeypatch.setattr(unpack, "kernel", CpuKernels(tmp_path))
+    found = layer(mx.array([[3], [39]]))
+    assert found.shape == expected.shape == (2, 1, 128)
+    assert mx.allclose(found, expected, atol=1e-3).item()
+    assert not mx.allclose(found[::-1], expected, atol=1e-3).item()
 
 
 def test_a_norm_of_another_type_stays_apart(monkeypatch: pytest.MonkeyPatch) -> None:
