@@ -271,6 +271,7 @@ def gpu_figures(parts: Mapping[str, Part], found: Found) -> Figures:
         "engine.gpu.captured.b1": Bar(min=1.3),
         "engine.gpu.captured.b16": Bar(min=1.3),
         "engine.gpu.captured.b128": Bar(min=1),
+        "engine.gpu.8b_captured.b1": Bar(min=1),
         "engine.gpu.8b_captured.b32": Bar(min=1),
     },
     minutes=2,
@@ -280,7 +281,8 @@ def gpu_figures(parts: Mapping[str, Part], found: Found) -> Figures:
 def captured(request: Request) -> Iterator[Figures]:
     """Tokens/s of rounds of 256 tokens of an adapter, 0.5B and 8B, whose steps are replayed as CUDA graphs, over those
     whose kernels MLX hands over one by one; both sample the same tokens."""
-    for name, shape, rows in (("", "0.5b", 1), ("", "0.5b", 16), ("", "0.5b", 128), ("8b_", "8b", 32)):
+    small, large = (("", "0.5b", rows) for rows in (1, 16, 128)), (("8b_", "8b", rows) for rows in (1, 32))
+    for name, shape, rows in (*small, *large):
         figure = f"engine.gpu.{name}captured.b{rows}"
         if not request.wants(figure):
             continue
