@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+LATEST_INTERRUPT = 0.1
+"""Seconds that a thread waits at its end for an interrupt that was sent to it."""
 MAX_LINES = 40
 """Lines that are kept of a traceback: the last ones, where the error is."""
 
@@ -126,7 +128,7 @@ async def call_in_thread(
         return work.results
     finally:
         if not work.ended.done():
-            interrupt(thread)
+            work.interrupt(thread)
 
 
 class _Work:
@@ -139,8 +141,27 @@ class _Work:
         self.ended: asyncio.Future[None] = self._loop.create_future()
         self.results: list[CallResult] = []
         self.current_call = (0, time.monotonic())  # index and begin
+        self._is_interrupted = self._has_left = False
 
     def run(self) -> None:
+        """Make the calls. An interrupt that was sent as they ended comes here, too: afterwards it would come in what
+        Python does at the end of a thread, and be printed."""
+        try:
+            self._make_calls()
+            self._has_left = True
+            last = time.monotonic() + LATEST_INTERRUPT
+            while self._is_interrupted and time.monotonic() < last:
+                time.sleep(0.001)
+        except CallTimeout:
+            pass
+
+    def interrupt(self, thread: threading.Thread) -> None:
+        """Raise CallTimeout in the thread of these calls as soon as it runs Python code, unless they have ended."""
+        self._is_interrupted = True  # first: whoever leaves looks afterwards
+        if not self._has_left:
+            interrupt(thread)
+
+    def _make_calls(self) -> None:
         is_reported = False
         while not is_reported:
             try:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from parallm.rollout.environment_calls import MAX_LINES, CallResult, EnvironmentCalls
+from parallm.rollout.environment_calls import MAX_LINES, CallResult, EnvironmentCalls, _Work
 
 
 def call_all(*functions: Callable[[], object], seconds: float = 5.0) -> list[CallResult]:
@@ -102,6 +102,37 @@ def test_a_call_that_never_ends_is_a_fault_of_it_alone_and_its_thread_ends() -> 
     while threading.active_count() > before and time.monotonic() < end:
         time.sleep(0.01)
     assert threading.active_count() <= before  # a thread of an earlier test may have ended meanwhile
+
+
+def test_an_interrupt_that_comes_as_the_calls_end_is_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control sends it where nothing catches it."""
+    printed: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", printed.append)
+
+    async def end(*, is_caught: bool) -> None:
+        work = _Work([], lambda: None)
+
+        def interrupt() -> None:
+            work.interrupt(threading.current_thread())
+
+        monkeypatch.setattr(work, "_make_calls", interrupt if is_caught else lambda: None)
+
+        def run() -> None:
+            work.run()
+            if not is_caught:
+                work._has_left = False
+                interrupt()
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        while thread.is_alive():
+            await asyncio.sleep(0.001)
+        work.interrupt(thread)  # it has left: nothing is sent to whichever thread has its number now
+
+    asyncio.run(end(is_caught=True))
+    assert printed == []
+    asyncio.run(end(is_caught=False))
+    assert len(printed) == 1
 
 
 def test_a_call_that_waits_is_left_behind() -> None:
