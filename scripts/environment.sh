@@ -44,8 +44,8 @@ make_environment() {
   }
 }
 
-# With signs of life; what the installer says goes to a file, its errors to the terminal, too. pip takes five times as long
-# as uv, and is asked where uv finds nothing, as behind proxies that pip alone is set up for. Neither compiles the 12,000
+# With signs of life; what the installer says goes to a file, its errors to the terminal, too. pip takes longer than uv,
+# and is asked where uv finds nothing, as behind proxies that pip alone is set up for. Neither compiles the 12,000
 # modules, which takes nearly as long as all else; commands import 1,000.
 install() {
   local log=.venv/parallm-install.log way is_done=false

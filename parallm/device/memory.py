@@ -19,6 +19,7 @@ MAX_BLOCK_BYTES, MAX_KEPT_BYTES = 32 * 2**20, 256 * 2**20
 
 
 def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether the device, or the host, had no memory left for what raised `error`."""
     is_message = isinstance(error, RuntimeError) and OUT_OF_MEMORY.search(str(error)) is not None
     return is_message or isinstance(error, MemoryError)
 

@@ -172,8 +172,8 @@ class DeviceThread:
             mx.clear_streams()  # otherwise MLX may abort the process at its end
 
     def _prepare(self) -> bool:
-        """Let the engine prepare something, once nothing was asked for for a while: what waits for it now would wait
-        again and again in the pauses of a run."""
+        """Let the engine prepare something, after some time without work: in the short pauses of a run, the next unit
+        would have to wait for it."""
         is_quiet = time.perf_counter() - self._busy_until >= QUIET_SECONDS
         return is_quiet and self._worker is not None and self._worker.prepare()
 

@@ -50,7 +50,7 @@ class PagedDecodeBatch:
         pool: BlockPool,
         layers: Callable[[], Ordered[Pool]],
         compiled: CompiledForward | None,
-        captured: CapturedForward | None = None,
+        captured: CapturedForward | None,
     ) -> None:
         """`layers` gives the pools, with all pages that were allocated."""
         self.sequences: list[Sequence] = []

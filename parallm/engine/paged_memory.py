@@ -52,7 +52,8 @@ class PagedMemory:
         self._uses_cache = settings.prefix_cache
         self._page_bytes = PAGE * cost.per_token
         self._compiled = CompiledForward(model, PagedCache)
-        self._captured = CapturedForward(model) if model.parallel is None else None  # sums of ranks count their calls
+        # ranks of a divided model would have to capture a step, which sums, at the same moment
+        self._captured = CapturedForward(model) if model.parallel is None else None
         # a page more than its tokens need, which is the scratch page
         self.budget = KvBudget(settings, cost, lambda num_tokens: (num_pages(num_tokens + 1) + 1) * self._page_bytes)
         # no more than all rows of all classes can fill

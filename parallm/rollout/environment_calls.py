@@ -157,7 +157,7 @@ class _Work:
 
     def interrupt(self, thread: threading.Thread) -> None:
         """Raise CallTimeout in the thread of these calls as soon as it runs Python code, unless they have ended."""
-        self._is_interrupted = True  # first: whoever leaves looks afterwards
+        self._is_interrupted = True  # before the test: the thread sets `_has_left`, and then reads this one
         if not self._has_left:
             interrupt(thread)
 

@@ -14,6 +14,7 @@ import mlx.core as mx
 
 from parallm.model.kernels.compiler import Defines
 from parallm.model.kernels.cuda import MIN_ON_DEVICE, VECTOR_BYTES, has_kernels, kernel
+from parallm.model.kernels.driver import CudaError, call
 
 logger = logging.getLogger(__name__)
 
@@ -82,13 +83,13 @@ def open_peer_memory(rank: int, size: int, gather: Callable[[bytes], Sequence[by
         driver = _Driver()
         own = driver.allocate(num_bytes(size))
         handle = driver.handle(own) if has_kernels() else b""
-    except PeerError as error:
+    except (CudaError, OSError) as error:
         handle = _warned(error)
     handles = gather(handle)
     try:
         if all(handles):
             addresses = [own if other == rank else driver.open(one) for other, one in enumerate(handles)]
-    except PeerError as error:
+    except CudaError as error:
         _warned(error)
     # all parts are empty and open before a rank writes
     if not all(gather(b"open" if addresses else b"")):
@@ -98,11 +99,7 @@ def open_peer_memory(rank: int, size: int, gather: Callable[[bytes], Sequence[by
     return PeerMemory(rank=rank, size=size, addresses=numbers)
 
 
-class PeerError(Exception):
-    """Memory that the GPUs of this host cannot share."""
-
-
-def _warned(error: PeerError) -> bytes:
+def _warned(error: Exception) -> bytes:
     logger.warning("sums between GPUs go through NCCL, which takes longer: %s", error)
     return b""
 
@@ -112,39 +109,31 @@ class _Handle(ctypes.Structure):
 
 
 class _Driver:
-    """The functions of CUDA's driver that share memory between processes."""
+    """The calls of CUDA's driver that share memory between processes. They raise CudaError."""
 
     def __init__(self) -> None:
-        try:
-            self._library = ctypes.CDLL("libcuda.so.1")
-        except OSError as error:
-            raise PeerError(f"CUDA's driver cannot be loaded: {error}") from error
-        self._library.cuIpcOpenMemHandle_v2.argtypes = [ctypes.POINTER(ctypes.c_uint64), _Handle, ctypes.c_uint]
+        """Raises OSError, too, where there is no driver."""
         context = ctypes.c_void_p()
-        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), 0)
-        self._call("cuCtxSetCurrent", context)
+        call("cuDevicePrimaryCtxRetain", ctypes.byref(context), 0)
+        call("cuCtxSetCurrent", context)
 
     def allocate(self, size: int) -> int:
         """The address of new memory of `size` bytes, a multiple of 4, all of them `EMPTY`."""
         address = ctypes.c_uint64()
-        self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(size))
-        self._call("cuMemsetD32_v2", address, ctypes.c_uint(EMPTY), ctypes.c_size_t(size // 4))
-        self._call("cuCtxSynchronize")
+        call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(size))
+        call("cuMemsetD32_v2", address, ctypes.c_uint(EMPTY), ctypes.c_size_t(size // 4))
+        call("cuCtxSynchronize")
         return address.value
 
     def handle(self, address: int) -> bytes:
         """What another process opens the memory with."""
         handle = _Handle()
-        self._call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(address))
+        call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(address))
         return bytes(handle.reserved)
 
     def open(self, handle: bytes) -> int:
         """The address here of another process's memory."""
         address = ctypes.c_uint64()
         structure = _Handle.from_buffer_copy(handle)
-        self._call("cuIpcOpenMemHandle_v2", ctypes.byref(address), structure, ctypes.c_uint(ENABLE_PEER_ACCESS))
+        call("cuIpcOpenMemHandle_v2", ctypes.byref(address), structure, ctypes.c_uint(ENABLE_PEER_ACCESS))
         return address.value
-
-    def _call(self, name: str, *arguments: object) -> None:
-        if (code := self._library[name](*arguments)) != 0:
-            raise PeerError(f"{name} answers CUDA's error {code}")

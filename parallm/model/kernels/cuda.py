@@ -18,10 +18,10 @@ import mlx.core as mx
 from parallm.model.kernels import host_memory
 from parallm.model.kernels.columns import memory_of
 from parallm.model.kernels.compiler import CompileError, Defines, NoCompiler, Specialization, cubin
+from parallm.model.kernels.driver import Size3
 from parallm.model.kernels.module_cache import put_module
 
 Number = int | float
-Size3 = tuple[int, int, int]
 
 VECTOR_BYTES = 16  # what a thread reads at once, `Pack` in pack.cuh
 MIN_ON_DEVICE = 3  # numbers of 32 bits: MLX keeps arrays of 8 bytes and less in the host's memory, far from kernels

@@ -47,9 +47,9 @@ class Capture:
 
     nodes: Sequence[GraphNode]
     result: mx.array
-    """What the forward computes, perhaps in another shape."""
+    """The hidden states or other numbers of the forward, perhaps in another shape."""
     kept: Sequence[mx.array]
-    """All other arrays that they read or write, but for those that the caller keeps."""
+    """All other arrays that the kernels read or write, but for those that the caller keeps."""
 
     def moved(self, places: Mapping[int, int]) -> "Capture":
         """The same for arrays that begin at other addresses: by those of before."""
@@ -62,7 +62,9 @@ class Output:
 
     launch: int
     start: int
+    """Its address."""
     size: int
+    """Bytes."""
 
 
 class Arena:
@@ -101,7 +103,7 @@ def capture(forward: Callable[[], mx.array], arena: Arena, given: Collection[int
 
 
 class RanLaunches:
-    """What a forward launched, once it has run, and where MLX placed the arrays."""
+    """The launches of a forward that has run, and the places that MLX gave to their arrays."""
 
     def __init__(self, forward: Callable[[], mx.array]) -> None:
         """Raises NotCaptured."""
@@ -125,7 +127,8 @@ class RanLaunches:
         return [array for array in self.launches[index].inputs if self.output_at(array) is None]
 
     def constants(self, indices: Sequence[int]) -> list[object]:
-        """What is the same whenever the forward runs: kernels, scalars, and addresses of inputs that are no outputs."""
+        """The kernels, scalars, and addresses of inputs that no launch has written: alike in each run of a forward that
+        can be captured."""
         chosen = [self.launches[index] for index in indices if index < len(self.launches)]
         addresses = [[self.address(array) for array in self.constant_inputs(index)] for index in indices[: len(chosen)]]
         return [[(one.kernel, list(one.scalars), one.grid) for one in chosen], addresses, len(self.launches)]
@@ -145,7 +148,8 @@ class RanLaunches:
         return output if output is not None and address < output.start + output.size else None
 
     def last_readers(self, last: Output) -> dict[Output, int]:
-        """The outputs that `last` needs, and all others of their launches: who reads them last, or wrote them."""
+        """The outputs that `last` needs, and all others of their launches. Each has the index of the launch that reads
+        it last, or that wrote it if none reads it."""
         readers = {last: len(self.launches)}
         for index in reversed(range(len(self.launches))):
             if not any(output in readers for output in self.outputs[index]):

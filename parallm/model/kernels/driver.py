@@ -86,7 +86,7 @@ def driver() -> ctypes.PyDLL:
 
 
 def load_function(name: str, cubin: bytes, shared_bytes: int) -> int:
-    """A function in machine code, whose blocks may have so much shared memory. Raises CudaError."""
+    """The handle of a function in machine code, whose blocks may have `shared_bytes`. Raises CudaError."""
     module = _created("cuModuleLoadData", cubin)
     function = _created("cuModuleGetFunction", ctypes.c_void_p(module), name.encode())
     if shared_bytes:  # MLX and CUDA count differently what needs to be asked for
@@ -103,7 +103,7 @@ class Counter:
         call("cuMemsetD32Async", ctypes.c_uint64(self.address), 0, ctypes.c_size_t(1), stream)
         call("cuStreamSynchronize", stream)
         self.expected = 0
-        """What it counts to when all has run that was launched."""
+        """The count after all that was launched."""
 
     def expect(self, more: int) -> ctypes.c_uint32:
         """Expect `more` additions; returns `expected`."""
@@ -127,8 +127,8 @@ class GraphStream:
         call("cuStreamSynchronize", self._stream)
 
     def launch(self, graph: "Graph", arrivals: int) -> int:
-        """Launch a graph after `arrivals` more additions of 1 to that counter, which are launched already; returns what
-        `graphs` counts to when the graph has ended. Raises CudaError."""
+        """Launch a graph after `arrivals` more additions of 1 to that counter, which are launched already; returns the
+        count of `graphs` after this one. Raises CudaError."""
         self._wait(self.arrivals.expect(arrivals))
         call("cuGraphLaunch", graph.executable, self._stream)
         address, ended = ctypes.c_uint64(self.graphs.address), self.graphs.expect(1)
@@ -136,8 +136,8 @@ class GraphStream:
         return self.graphs.expected
 
     def reset(self) -> None:
-        """Wait for all graphs, and count from now on with other counters: additions that nobody awaits may have been
-        launched, or may be yet. Raises CudaError."""
+        """Wait for all graphs, and take new counters: after an error, additions that no graph awaits may still come to
+        the old ones. Raises CudaError."""
         call("cuStreamSynchronize", self._stream)
         self._renew_counters()
 
@@ -147,7 +147,7 @@ class GraphStream:
 
     def _renew_counters(self) -> None:
         self.arrivals, self.graphs = Counter(self._stream), Counter(self._stream)
-        """What graphs wait for, and how many have ended."""
+        """The copies of inputs, for which graphs wait, and the graphs that have ended."""
 
 
 class Graph:
@@ -184,7 +184,7 @@ class Graph:
 
 
 def _created(name: str, *arguments: Any) -> int:
-    """What a function of the driver puts where its first argument points."""
+    """Call a function of the driver that creates a handle; returns the handle. Raises CudaError."""
     created = ctypes.c_void_p()
     call(name, ctypes.byref(created), *arguments)
     return created.value or 0

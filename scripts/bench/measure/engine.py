@@ -280,7 +280,7 @@ def gpu_figures(parts: Mapping[str, Part], found: Found) -> Figures:
 )
 def captured(request: Request) -> Iterator[Figures]:
     """Tokens/s of rounds of 256 tokens of an adapter, 0.5B and 8B, whose steps are replayed as CUDA graphs, over those
-    whose kernels MLX hands over one by one; both sample the same tokens."""
+    whose kernels MLX hands over one by one; rows of several sample the same tokens both ways."""
     small, large = (("", "0.5b", rows) for rows in (1, 16, 128)), (("8b_", "8b", rows) for rows in (1, 32))
     for name, shape, rows in (*small, *large):
         figure = f"engine.gpu.{name}captured.b{rows}"

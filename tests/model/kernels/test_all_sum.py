@@ -9,7 +9,8 @@ import mlx.core as mx
 import pytest
 
 from parallm.model.kernels import all_sum as module
-from parallm.model.kernels.all_sum import PeerError, open_peer_memory
+from parallm.model.kernels.all_sum import open_peer_memory
+from parallm.model.kernels.driver import CudaError
 
 WARPS, THREADS = 3, 2
 
@@ -128,7 +129,7 @@ class Driver:
 
     def _or_fail(self, name: str, value: int) -> int:
         if name == self.fails_at:
-            raise PeerError(f"{name} answers CUDA's error 217")
+            raise CudaError(f"{name} answers CUDA's error 217")
         return value
 
 
