@@ -6,7 +6,9 @@ import mlx.core as mx
 import pytest
 
 from parallm.model.kernels import wait_until as module
-from parallm.model.kernels.wait_until import wait_until
+from parallm.model.kernels.cuda import MAX_SHARED_KIBIBYTES
+from parallm.model.kernels.small_batch_gemm import MAX_SHARED_BYTES
+from parallm.model.kernels.wait_until import SHARED_BYTES, wait_until
 from tests.model.kernels.cuda_on_cpu import CpuKernels, NeverEnds, needs_compiler
 
 
@@ -26,3 +28,10 @@ def test_it_ends_when_the_counter_has_come(
         return
     with pytest.raises(NeverEnds):
         wait_until(ctypes.addressof(counter), awaited)
+
+
+def test_its_processor_has_all_of_its_memory_shared_and_room_for_a_product() -> None:
+    kibibyte, blocks, smaller = 1024, 32, 196  # each block takes one more; as many fit; the next smaller division
+    of_wait, of_product = (size + kibibyte for size in (SHARED_BYTES, MAX_SHARED_BYTES))
+    assert of_wait + of_product <= (MAX_SHARED_KIBIBYTES[90] + 1) * kibibyte
+    assert blocks * of_wait > smaller * kibibyte
