@@ -20,9 +20,10 @@ import numpy as np
 import numpy.typing as npt
 
 from parallm.model.kernels.cuda import MIN_ON_DEVICE, VECTOR_BYTES, interned_array
+from parallm.model.kernels.pack_matrices import MAX_MATRICES, Matrix, pack_matrices
 from parallm.model.kernels.segmented_lora import COLUMNS, GroupWeights, PackedGroup, Targets
 from parallm.model.lora.experts import ExpertLora, ExpertStructure, Routing, stack_experts
-from parallm.model.lora.single import SingleLora
+from parallm.model.lora.single import LoraScaling, expert_part, matrix_ranks
 
 NO_ADAPTER = -1  # as the version of a row
 MIN_LONG = 256
@@ -58,43 +59,51 @@ class PackedLora:
         return PackedLora(layout=self.layout, arrays=arrays, experts=self.experts.version(index))
 
 
-def pack_lora(adapter: SingleLora, groups: Sequence[Targets], dtype: mx.Dtype) -> PackedLora | None:
-    """An adapter's weights as one version, evaluated.
+def pack_lora(
+    arrays: Mapping[str, mx.array], scaling: LoraScaling, groups: Sequence[Targets], dtype: mx.Dtype
+) -> PackedLora | None:
+    """An adapter's arrays as one version, evaluated. B has the scale, and zeros fill ranks up to `COLUMNS`.
 
     None where the kernels cannot serve it: DoRA, another type than the base's, a part of a group's targets, a target in
     no group, sizes that are no whole vectors.
     """
-    if adapter.dora_scale_O or not {target for targets in groups for target in targets} >= adapter.a_IR.keys():
+    own_ranks = matrix_ranks(arrays)
+    known = {target for targets in groups for target in targets}
+    if scaling.norms_O or scaling.dtype != dtype or not known >= own_ranks.keys():
         return None
+    ranks = {target: rank + -rank % COLUMNS for target, rank in own_ranks.items()}
     layouts: list[PackedGroup] = []
-    parts: list[list[mx.array]] = [[]]  # of each array
+    parts: list[list[Matrix]] = [[]]  # of each array
     for targets in groups:
-        present = [target in adapter.a_IR for target in targets]
+        present = [target in ranks for target in targets]
         if not any(present):
             continue
-        b_RO = [adapter.b_RO[target] for target in targets if target in adapter.b_RO]
-        weights = [_joined_a(adapter, targets).T, *b_RO]
-        if not all(present) or not _fits(weights, dtype):
+        if not all(present):
             return None
-        if parts[-1] and sum(array.size for array in (*parts[-1], *weights)) > MAX_NUMBERS:
+        a = [_matrix(arrays, target, ranks[target], scaling, is_a=True) for target in targets]
+        b = [_matrix(arrays, target, ranks[target], scaling, is_a=False) for target in targets]
+        if any(matrix.width % (VECTOR_BYTES // dtype.size) for matrix in (*a, *b)):
+            return None
+        if parts[-1] and not _fit_in_array([*parts[-1], *a, *b]):
             parts.append([])
-        ends = accumulate((array.size for array in weights), initial=sum(array.size for array in parts[-1]))
+        sizes = sum(matrix.size for matrix in a), *(matrix.size for matrix in b)
+        ends = accumulate(sizes, initial=sum(matrix.size for matrix in parts[-1]))
         layouts.append(
             PackedGroup(
                 targets=targets,
-                ranks=tuple(array.shape[0] for array in b_RO),
-                widths=tuple(array.shape[1] for array in b_RO),
+                ranks=tuple(ranks[target] for target in targets),
+                widths=tuple(matrix.width for matrix in b),
                 array=len(parts) - 1,
-                starts=tuple(islice(ends, len(weights))),
+                starts=tuple(islice(ends, len(sizes))),
             )
         )
-        parts[-1] += weights
+        parts[-1] += [*a, *b]
     if not layouts:
         return None
-    arrays = tuple(mx.concatenate([array.flatten() for array in part])[None] for part in parts)
-    mx.eval(arrays, adapter.experts.arrays())
-    layout = _layout(tuple(layouts), adapter.experts.structure())
-    return PackedLora(layout=layout, arrays=arrays, experts=adapter.experts)
+    packed, experts = tuple(pack_matrices(part, dtype)[None] for part in parts), expert_part(arrays, scaling)
+    mx.eval(packed, experts.arrays())
+    layout = _layout(tuple(layouts), experts.structure())
+    return PackedLora(layout=layout, arrays=packed, experts=experts)
 
 
 def stack_packed(versions: Sequence[PackedLora]) -> PackedLora:
@@ -105,26 +114,20 @@ def stack_packed(versions: Sequence[PackedLora]) -> PackedLora:
     return PackedLora(layout=versions[0].layout, arrays=arrays, experts=experts)
 
 
-def _joined_a(adapter: SingleLora, targets: Targets) -> mx.array:
-    return adapter.joined[targets[0]].a_IK if targets[0] in adapter.joined else adapter.a_IR[targets[0]]
+def _matrix(arrays: Mapping[str, mx.array], target: str, rank: int, scaling: LoraScaling, *, is_a: bool) -> Matrix:
+    factor = 1 / scaling.shift if is_a else scaling.scales[target] * scaling.shift
+    array = arrays[f"{target}.lora_{'a' if is_a else 'b'}"]
+    return Matrix(array=array, is_transposed=is_a, rank=rank, factor=factor)
+
+
+def _fit_in_array(matrices: Sequence[Matrix]) -> bool:
+    return len(matrices) <= MAX_MATRICES and sum(matrix.size for matrix in matrices) <= MAX_NUMBERS
 
 
 @cache
 def _layout(groups: tuple[PackedGroup, ...], experts: ExpertStructure) -> PackedLayout:
     by_targets = {group.targets: group for group in groups}
     return PackedLayout(groups=by_targets, num_arrays=groups[-1].array + 1, experts=experts)
-
-
-def _fits(weights: Sequence[mx.array], dtype: mx.Dtype) -> bool:
-    """Whether threads can read whole vectors of A (K, I) and each B (R, O), and warps have whole columns."""
-    values = VECTOR_BYTES // dtype.size
-    ranks = [array.shape[0] for array in weights[1:]]
-    return (
-        all(array.dtype == dtype for array in weights)
-        and weights[0].shape[0] == sum(ranks)
-        and not any(rank % COLUMNS for rank in ranks)
-        and not any(array.shape[1] % values for array in weights)
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -186,8 +186,8 @@ class PackedLoraCache:
         return _cached(self._alone, version, MAX_ALONE, lambda: self._pack(adapter))
 
     def _pack(self, adapter: Adapter) -> PackedLora | None:
-        single = single_lora(self._model.own_lora(adapter.arrays), lora_scaling(adapter, self._model))
-        return pack_lora(single, self._model.groups, self._model.dtype)
+        arrays, scaling = self._model.own_lora(adapter.arrays), lora_scaling(adapter, self._model)
+        return pack_lora(arrays, scaling, self._model.groups, self._model.dtype)
 
     def _copied(self, adapters: Mapping[Key, Adapter]) -> PackedLora | None:
         """A new stack with `adapters`; None, and the old one stays, where they are not alike."""

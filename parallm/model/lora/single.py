@@ -3,7 +3,7 @@
 Axes: B rows, T tokens, I input, O output, R rank, K ranks of joined targets side by side.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import mlx.core as mx
@@ -12,6 +12,8 @@ from parallm.model.kernels import grouped_gemm
 from parallm.model.kernels.cuda import on_cuda
 from parallm.model.lora.experts import ExpertLora, ExpertStructure, Routing, expert_lora, expert_rank
 from parallm.model.lora.joined import JoinedA, computed_rank, cuts_of, join_a, padded, present_groups
+
+A_NAME = ".lora_a"
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,9 +126,8 @@ def single_lora(arrays: Mapping[str, mx.array], scaling: LoraScaling, *, widens:
     `widens`: B of joined targets takes the columns of all, so that these are never split. A GPU computes the wider
     product in the same time, and saves copies of the parts, forward and backward.
     """
-    adapted = [name.removesuffix(".lora_a") for name in arrays if name.endswith(".lora_a")]
-    targets = [target for target in adapted if arrays[f"{target}.lora_a"].ndim == 2]
-    ranks = {target: computed_rank(arrays[f"{target}.lora_a"].shape[1]) for target in targets}
+    ranks = {target: computed_rank(rank) for target, rank in matrix_ranks(arrays).items()}
+    targets = list(ranks)
     a_IR = {target: arrays[f"{target}.lora_a"] for target in targets}
     if scaling.shift != 1:
         a_IR = {target: array / scaling.shift for target, array in a_IR.items()}
@@ -153,15 +154,22 @@ def single_lora(arrays: Mapping[str, mx.array], scaling: LoraScaling, *, widens:
         },
         {target: arrays[f"{target}.m"] / norm_O - 1 for target, norm_O in scaling.norms_O.items()},
         {target: group for group in joined for target in group.targets},
-        _experts({target for target in adapted if target not in targets}, arrays, scaling),
+        expert_part(arrays, scaling),
     )
 
 
-def _experts(targets: Collection[str], arrays: Mapping[str, mx.array], scaling: LoraScaling) -> ExpertLora:
-    """The part of the layers that hold a matrix for each expert."""
+def matrix_ranks(arrays: Mapping[str, mx.array]) -> dict[str, int]:
+    """The ranks of an adapter's targets, without those of experts."""
+    a_IR = {name.removesuffix(A_NAME): array for name, array in arrays.items() if name.endswith(A_NAME)}
+    return {target: array.shape[1] for target, array in a_IR.items() if array.ndim == 2}
+
+
+def expert_part(arrays: Mapping[str, mx.array], scaling: LoraScaling) -> ExpertLora:
+    """The part of an adapter for layers that hold a matrix for each expert."""
     a_EIR: dict[str, mx.array] = {}
     b_ERO: dict[str, mx.array] = {}
-    for target in sorted(targets):
+    adapted = {name.removesuffix(A_NAME) for name in arrays if name.endswith(A_NAME)}
+    for target in sorted(adapted - matrix_ranks(arrays).keys()):
         a, b = arrays[f"{target}.lora_a"] / scaling.shift, arrays[f"{target}.lora_b"]
         rank = expert_rank(a.shape[-1])
         a_EIR[target] = padded(a, -1, 0, rank).astype(scaling.dtype)

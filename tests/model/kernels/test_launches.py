@@ -32,6 +32,7 @@ from parallm.model.kernels import (
     gated_norm,
     gather,
     head_norm,
+    pack_matrices,
     page_copy,
     paged_attention,
     quantized_gemm,
@@ -374,6 +375,12 @@ def scan(*, size: int = 64, head: int = 128, is_by_channel: bool = False) -> Non
         chunk_scan.chunk_scan(values, keys, keys, decay, states, (4, 4, 1), 0, more_NHVK=more)
 
 
+def pack(dtype: mx.Dtype) -> None:
+    a = pack_matrices.Matrix(array=mx.zeros((16, 8)), is_transposed=True, rank=8, factor=1.0)
+    b = pack_matrices.Matrix(array=mx.zeros((8, 24)), is_transposed=False, rank=8, factor=2.0)
+    pack_matrices.pack_matrices([a, b], dtype)
+
+
 def copy(dtype: mx.Dtype) -> None:
     prompts, pools = [mx.zeros((2, 2, 16, 64), dtype)] * 3, [mx.zeros((4, 2, 32, 64), dtype)] * 3
     slot_copy.copy_to_slots(prompts, pools, rows=[0, 1], slots=[2, 3], lengths=[16, 5])
@@ -516,6 +523,7 @@ FACES: dict[str, Face] = {
     "project": project,
     "copy": copy,
     "copy into": lambda dtype: copy_into.copy_into([mx.zeros(6, dtype)] * 3, [mx.zeros((3, 2), dtype)] * 3),
+    "pack matrices": pack,
     "wait": lambda _: wait_until.wait_until(1 << 40, (1 << 32) - 1),
     "addresses": lambda dtype: addresses.addresses([mx.zeros(3, dtype), mx.zeros(1, mx.int32)]),
     "normalize heads": normalize_heads,
@@ -585,6 +593,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
         gather,
         head_norm,
         cuda,
+        pack_matrices,
         paged_attention,
         segmented_lora,
         short_conv,

@@ -126,11 +126,12 @@ def test_rows_get_the_outputs_that_each_gets_with_its_adapter_alone(bias: bool, 
     lora_context = LoraContext()
     layers = Layers(lora_context, bias=bias, bits=bits)
     x = mx.random.normal((4, tokens, 64))
-    views = [single_lora(random_arrays(seed), scaling()) for seed in (1, 2)]
+    adapters = [random_arrays(seed) for seed in (1, 2)]
+    views = [single_lora(arrays, scaling()) for arrays in adapters]
     plain = [outputs_of(layers, lora_context, x, lora) for lora in (None, *views)]
 
     groups = merge_linears(layers, CALLED)
-    flats = [flat for lora in views if (flat := pack_lora(lora, groups, mx.float32)) is not None]
+    flats = [flat for arrays in adapters if (flat := pack_lora(arrays, scaling(), groups, mx.float32)) is not None]
     rows = SegmentedLora(weights=stack_packed(flats), order_B2=order_rows([1, -1, 0, 0], 2))
 
     for target, found in enumerate(outputs_of(layers, lora_context, x, rows)):
@@ -148,7 +149,7 @@ def test_a_prompt_of_any_length_gets_the_outputs_of_its_adapter(tokens: int, is_
     layers = Layers(lora_context, bias=False, bits=None)
     x, lora = mx.random.normal((1, tokens, 64)), single_lora(random_arrays(1), scaling())
     plain = outputs_of(layers, lora_context, x, lora)
-    flat = pack_lora(lora, merge_linears(layers, CALLED), mx.float32)
+    flat = pack_lora(random_arrays(1), scaling(), merge_linears(layers, CALLED), mx.float32)
     assert flat is not None
     rows = SegmentedLora(weights=flat, order_B2=order_rows([0] * tokens if is_flat else [0], 1), is_flat=is_flat)
     found = outputs_of(layers, lora_context, x.reshape(-1, 1, 64) if is_flat else x, rows)
@@ -272,24 +273,22 @@ def test_a_block_computes_the_same_with_lora_in_its_norms_and_products(
     lora_context, chosen = LoraContext(), LoraScaling(dict.fromkeys(BLOCK, 2.0), {}, mx.float16, BLOCK_CALLED)
     mx.random.seed(3)
     block, x = Block(lora_context), mx.random.normal((5, 1, 64)).astype(mx.float16)
-    singles = [
-        single_lora(
-            {
-                name: (mx.random.normal(shape) / 8).astype(mx.float16)
-                for target, (inputs, width) in BLOCK.items()
-                for name, shape in ((f"{target}.lora_a", (inputs, 8)), (f"{target}.lora_b", (8, width)))
-            },
-            chosen,
-        )
+    adapters = [
+        {
+            name: mx.random.normal(shape) / 8
+            for target, (inputs, width) in BLOCK.items()
+            for name, shape in ((f"{target}.lora_a", (inputs, 8)), (f"{target}.lora_b", (8, width)))
+        }
         for _ in range(versions)
     ]
+    singles = [single_lora(arrays, chosen) for arrays in adapters]
     plain = [outputs_of(block, lora_context, x, lora) for lora in (None, *singles)]
     index = [0, -1, 0, versions - 1, 0]
     wanted = [mx.stack([plain[version + 1][place][row] for row, version in enumerate(index)]) for place in range(4)]
 
     kernels = believe()
     groups = merge_linears(block, BLOCK_CALLED)
-    packed = [one for single in singles if (one := pack_lora(single, groups, mx.float16)) is not None]
+    packed = [one for arrays in adapters if (one := pack_lora(arrays, chosen, groups, mx.float16)) is not None]
     rows = SegmentedLora(weights=stack_packed(packed), order_B2=order_rows(index, versions))
     found = outputs_of(block, lora_context, x, rows)
 

@@ -9,7 +9,6 @@ import pytest
 
 from parallm.model.kernels.cuda import on_cuda
 from parallm.model.kernels.segmented_lora import GroupOutput, GroupWeights, ShrinkOutput, shrink
-from parallm.model.lora.joined import join_a
 from parallm.model.lora.segmented import (
     MIN_LONG,
     SegmentedLora,
@@ -19,7 +18,7 @@ from parallm.model.lora.segmented import (
     pack_lora,
     stack_packed,
 )
-from parallm.model.lora.single import SingleLora
+from parallm.model.lora.single import LoraScaling
 
 needs_cuda = pytest.mark.skipif(not on_cuda(), reason="needs MLX's CUDA build")
 
@@ -46,12 +45,12 @@ def random_versions(inputs: int, widths: list[int], ranks: list[int], count: int
     flats = []
     for a, b in zip(a_IK, b_RO, strict=True):
         parts = mx.split(a, [sum(ranks[:end]) for end in range(1, len(ranks))], axis=1) if len(ranks) > 1 else [a]
-        a_IR = dict(zip(targets, parts, strict=True)) | {"first": random(16, 8)}
-        joined = join_a({target: a_IR[target] for target in targets})
-        one = SingleLora(
-            a_IR, dict(zip(targets, b, strict=True)) | {"first": random(8, 24)}, {}, dict.fromkeys(targets, joined)
-        )
-        flat = pack_lora(one, [("first",), targets], dtype)
+        matrices = dict(zip(targets, zip(parts, b, strict=True), strict=True)) | {
+            "first": (random(16, 8), random(8, 24))
+        }
+        arrays = {f"{target}.lora_a": a_IR.astype(mx.float32) for target, (a_IR, _) in matrices.items()}
+        arrays |= {f"{target}.lora_b": b_RO.astype(mx.float32) for target, (_, b_RO) in matrices.items()}
+        flat = pack_lora(arrays, LoraScaling(dict.fromkeys(matrices, 1.0), {}, dtype), [("first",), targets], dtype)
         assert flat is not None
         flats.append(flat)
     assert len({flat.layout for flat in flats}) == 1
