@@ -162,10 +162,15 @@ class RolloutFile:
         )
 
 
-def encode(rollouts: StepRollouts, cut: Callable[[Sequence[Sequence[int]]], list[list[str]]]) -> bytes:
-    """Return the file's content. `cut` returns the text of each token of each row; joined they are that of the row."""
-    cuts = iter(cut([trajectory.tokens for group in rollouts.groups for trajectory in group.trajectories]))
-    rows: list[GroupRow] = []
+def encode(
+    rollouts: StepRollouts,
+    cut: Callable[[Sequence[Sequence[int]], Callable[[], object]], list[list[str]]],
+    rest: Callable[[], object] = lambda: None,
+) -> bytes:
+    """Return the file's content. `cut` returns the text of each token of each row; joined they are that of the row.
+    `rest` is called after each completion, and given to `cut`."""
+    cuts = iter(cut([trajectory.tokens for group in rollouts.groups for trajectory in group.trajectories], rest))
+    rows: list[str] = []
     parts: dict[str, list[np.ndarray]] = {name: [] for name in KINDS}
     for place, group in enumerate(rollouts.groups):
         completions = []
@@ -175,7 +180,9 @@ def encode(rollouts: StepRollouts, cut: Callable[[Sequence[Sequence[int]]], list
             for name, array in _token_arrays(trajectory, pieces, learned).items():
                 parts[name].append(array)
             completions.append(_completion_row(trajectory, "".join(pieces), learned))
-        rows.append(_group_row(group, completions))
+            rest()
+        rows.append(_to_json(_group_row(group, completions)))
+        rest()
     lengths_S = [len(tokens) for tokens in parts["tokens"]]
     arrays = {name: _joined(parts[name], name) for name in KINDS if name != "offsets"}
     arrays["offsets"] = np.concatenate([[0], np.cumsum(lengths_S)]).astype(np.int64)
@@ -183,7 +190,7 @@ def encode(rollouts: StepRollouts, cut: Callable[[Sequence[Sequence[int]]], list
         del arrays["learner_logprobs"]
     if not any(_varies(values_T) for values_T in parts["advantages"]):
         del arrays["advantages"]
-    return _packed(arrays, {"summary": _to_json(_summary(rollouts)), "groups": _to_json(rows)})
+    return _packed(arrays, {"summary": _to_json(_summary(rollouts)), "groups": f"[{','.join(rows)}]"})
 
 
 def decode(content: bytes) -> RolloutFile:

@@ -30,12 +30,19 @@ class TokenTexts:
         self._anchor: tuple[int, str] | None = None  # a token before others: some tokenizers drop a first space
         self._known = _Known()  # at most the vocabulary
 
-    def cut(self, rows: Sequence[Sequence[int]]) -> list[list[str]]:
-        """Return one piece for each token of each row."""
-        wholes = self._decode(rows)
-        self._learn(set().union(*(tokens[1:] for tokens in rows)).difference(self._known), rows)
+    def cut(self, rows: Sequence[Sequence[int]], rest: Callable[[], object] = lambda: None) -> list[list[str]]:
+        """Return one piece for each token of each row. `rest` is called between rows."""
+        wholes, unknown = self._decode(rows), set[int]()
+        for tokens in rows:
+            unknown.update(set(tokens[1:]).difference(self._known))
+            rest()
+        self._learn(unknown, rows)
         firsts = self._decode([tokens[:1] for tokens in rows])
-        return [self._cut(*row) for row in zip(rows, firsts, wholes, strict=True)]
+        pieces: list[list[str]] = []
+        for row in zip(rows, firsts, wholes, strict=True):
+            pieces.append(self._cut(*row))
+            rest()
+        return pieces
 
     def _cut(self, tokens: Sequence[int], first: str, whole: str) -> list[str]:
         if not tokens:

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from parallm.errors import RolloutsDamaged, UnknownObject
-from parallm.metrics.rollout_files import MAX_WAITING, RolloutFiles, steps_to_remove
+from parallm.metrics.rollout_files import MAX_WAITING, REST, Rests, RolloutFiles, steps_to_remove
 from parallm.metrics.rollout_folder import RolloutFolder, file_name
+from parallm.metrics.rollout_format import encode
 from parallm.metrics.token_texts import TokenTexts
 from tests.metrics.test_rollout_format import STEP
 
@@ -162,3 +163,22 @@ def test_a_damaged_file_does_not_hide_the_others(make: Make, tmp_path: Path) -> 
 
 def test_a_folder_that_does_not_exist_has_no_steps(tmp_path: Path) -> None:
     assert RolloutFolder(tmp_path / "none").listing().steps == []
+
+
+def test_the_writer_rests_between_completions_as_long_as_no_other_step_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, slept, may_rest = [0.0], list[float](), [True]
+    monkeypatch.setattr("parallm.metrics.rollout_files.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("parallm.metrics.rollout_files.time.sleep", slept.append)
+    rests = Rests(lambda: may_rest[0])
+
+    def cut(rows: Sequence[Sequence[int]], rest: Callable[[], object]) -> list[list[str]]:
+        clock[0] += 0.25
+        rest()
+        return [list(letters([tokens])[0]) for tokens in rows]
+
+    encode(STEP, cut, rests)
+    assert slept[0] == 0.25 * REST
+    assert len(slept) > sum(len(group.trajectories) for group in STEP.groups)
+    may_rest[0], before = False, len(slept)
+    encode(STEP, cut, rests)
+    assert len(slept) == before
