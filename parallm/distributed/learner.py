@@ -7,7 +7,7 @@ number of workers.
 
 import itertools
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from parallm.distributed.exchange import Exchange
 from parallm.distributed.wire import pack_rounds, unpack_rounds
 from parallm.learner.faults import Faults
 from parallm.learner.learner import Learner, Passes, Round, Unit, UpdateTotals
-from parallm.learner.passes.batch import MicroBatch, plan_micro_batches
+from parallm.learner.passes.batch import MicroBatch, PlannedBatches, make_micro_batches
 from parallm.learner.passes.gradient import LoraWeights, TokenStatistics
 from parallm.learner.passes.scoring import ScoredStep, score_step
 from parallm.types import TrajectoryGroup
@@ -33,27 +33,6 @@ class _Slots:
 
     def all_arrays(self) -> list[mx.array]:
         return list(self.vectors_N.values())
-
-
-class PlannedBatches(Sequence[MicroBatch]):
-    """The micro-batches of a step, each built when it is first asked for: those of others can wait."""
-
-    def __init__(self, plan: Sequence[Callable[[], MicroBatch]]) -> None:
-        self._plan = plan
-        self._built: dict[int, MicroBatch] = {}
-
-    def __len__(self) -> int:
-        return len(self._plan)
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[number] for number in range(*index.indices(len(self)))]
-        if index not in self._built:
-            self._built[index] = self._plan[index]()
-        return self._built[index]
-
-    def replace(self, index: int, batch: MicroBatch) -> None:
-        self._built[index] = batch
 
 
 class SharedLearner(Learner):
@@ -76,7 +55,7 @@ class SharedLearner(Learner):
         return {"micro_batch_tokens": self._budget, "streams": self._round_width, "slots": self._num_slots}
 
     def _micro_batches(self, groups: Sequence[TrajectoryGroup], max_tokens: int) -> PlannedBatches:
-        plan = plan_micro_batches(
+        return make_micro_batches(
             groups,
             self._objective,
             max_tokens=max_tokens,
@@ -85,7 +64,6 @@ class SharedLearner(Learner):
             packs=self._packs,
             takes_rows=self._takes_rows,
         )
-        return PlannedBatches(plan)
 
     def _score(
         self, batches: Sequence[MicroBatch], groups: Sequence[TrajectoryGroup], weights: LoraWeights
@@ -133,7 +111,7 @@ class SharedLearner(Learner):
             list(batches)  # builds the others', which the report needs, while the device is busy
             return _Slots({slot: weights.backward(sum_N, self.layout) for slot, sum_N in sums.items()})
 
-        gradients, seconds = yield from self._launch(build(), finish, add)
+        gradients, seconds = yield from self._launch(weights, build(), finish, add)
         vectors_N = {} if gradients is None else gradients.vectors_N
         began = time.perf_counter()
         mx.eval(list(vectors_N.values()))

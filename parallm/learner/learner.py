@@ -242,13 +242,19 @@ class Learner(AdapterLearner):
         def finish(last: Round) -> OptimizerStep:
             return self.compute_step(weights.backward(last.gradient_N, self.layout), step)
 
-        optimizer_step, seconds = yield from self._launch(self._rounds(batches, weights, step), finish, add)
+        optimizer_step, seconds = yield from self._launch(weights, self._rounds(batches, weights, step), finish, add)
         return Passes(optimizer_step=optimizer_step, seconds=seconds)
 
     def _launch(
-        self, rounds: Iterator[Round], finish: Callable[[Round], Last], add: Callable[[Round], None]
+        self,
+        weights: LoraWeights,
+        rounds: Iterator[Round],
+        finish: Callable[[Round], Last],
+        add: Callable[[Round], None],
     ) -> Generator[None, None, tuple[Last | None, float]]:
         """Evaluate `rounds`, each while the next one is built, and what `finish` builds of the last; `add` gets each.
+
+        While the first one is built, the `weights` are computed, which all read.
 
         Yields after each, and within each while answers stream. Returns the last result, None without a round, and the
         device seconds.
@@ -260,7 +266,7 @@ class Learner(AdapterLearner):
 
         last: Last | None = None
         seconds, began = 0.0, time.perf_counter()
-        following = next(rounds, None)
+        following = self._builder.build_during(partial(next, rounds, None), weights.queue)
         while following is not None:
             current = following
             for part in current.parts():

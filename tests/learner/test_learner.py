@@ -1,9 +1,10 @@
 """Whole updates: what changes, what is reported, and what is skipped."""
 
 import math
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import get_args
+from typing import Any, get_args
 
 import mlx.core as mx
 import numpy as np
@@ -13,6 +14,7 @@ from parallm.device.streams import DeviceStreams
 from parallm.learner.learner import Learner
 from parallm.learner.loss.objective import resolve_objective
 from parallm.learner.passes.batch import make_micro_batches
+from parallm.learner.passes.gradient import LoraWeights
 from parallm.learner.settings import LearnerSettings, Preset
 from parallm.model.adapters.adapter import Adapter
 from parallm.model.kernels.flash_attention import FORWARD, KEYS, QUERIES
@@ -386,3 +388,34 @@ def test_looking_changes_no_bit_of_an_update(make_learner: MakeLearner, groups: 
     list(seen.update(groups, step=0, max_tokens=40, look=range(5)))
     update(unseen, groups)
     assert seen.adapter.digest == unseen.adapter.digest
+
+
+def test_the_first_pass_is_built_while_the_weights_are_computed_that_all_read(
+    make_learner: MakeLearner, groups: list[TrajectoryGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built, queued = list[str](), list[str]()
+    build, queue = Learner._round, LoraWeights.queue
+
+    def noted_build(*arguments: Any) -> Any:
+        built.append(threading.current_thread().name)
+        return build(*arguments)
+
+    def noted_queue(weights: LoraWeights) -> None:
+        queued.append(threading.current_thread().name)
+        queue(weights)
+
+    monkeypatch.setattr(Learner, "_round", noted_build)
+    monkeypatch.setattr(LoraWeights, "queue", noted_queue)
+    update(make_learner(micro_batch_tokens=16), groups)
+    assert len(built) > 1
+    assert all(name.startswith("builder") for name in built)
+    assert queued == [threading.current_thread().name]
+
+
+def test_a_micro_batch_is_built_when_it_is_asked_for(groups: list[TrajectoryGroup]) -> None:
+    batches = make_micro_batches(groups, resolve_objective(LearnerSettings()), max_tokens=40, budget=16)
+    assert len(batches) > 2
+    first = batches[0]
+    assert list(batches._built) == [0]
+    assert batches[0] is first
+    assert [batch is first for batch in batches] == [True] + [False] * (len(batches) - 1)

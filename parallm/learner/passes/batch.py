@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, count
+from typing import Any
 
 import numpy as np
 
@@ -90,6 +91,28 @@ class PromptBlock:
         return len(self.prompt) + sum(len(run) * run[0].length for run in self.runs)
 
 
+class PlannedBatches(Sequence[MicroBatch]):
+    """The micro-batches of a step, each built when it is first asked for: the device begins with the first, and workers
+    begin with their own."""
+
+    def __init__(self, plan: Sequence[Callable[[], MicroBatch]]) -> None:
+        self._plan = plan
+        self._built: dict[int, MicroBatch] = {}
+
+    def __len__(self) -> int:
+        return len(self._plan)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
+        if index not in self._built:
+            self._built[index] = self._plan[index]()
+        return self._built[index]
+
+    def replace(self, index: int, batch: MicroBatch) -> None:
+        self._built[index] = batch
+
+
 def make_micro_batches(
     groups: Sequence[TrajectoryGroup],
     objective: Objective,
@@ -99,33 +122,8 @@ def make_micro_batches(
     streams: int = 1,
     packs: bool = True,
     takes_rows: bool = False,
-) -> list[MicroBatch]:
-    """Split the step into micro-batches; see `plan_micro_batches`."""
-    plan = plan_micro_batches(
-        groups,
-        objective,
-        max_tokens=max_tokens,
-        budget=budget,
-        streams=streams,
-        packs=packs,
-        takes_rows=takes_rows,
-    )
-    return [build() for build in plan]
-
-
-def plan_micro_batches(
-    groups: Sequence[TrajectoryGroup],
-    objective: Objective,
-    *,
-    max_tokens: int,
-    budget: int,
-    streams: int = 1,
-    packs: bool = True,
-    takes_rows: bool = False,
-) -> list[Callable[[], MicroBatch]]:
+) -> PlannedBatches:
     """Split the step into passes of at most `budget` tokens, padding included, largest first; one run always fits.
-
-    Returns what builds each.
 
     Passes that run at the same time, one per stream, have similar sizes. Without `packs` every sample is its own pass.
     With `takes_rows` (`packing.takes_rows`) completions that are not long and equal are not padded to rectangles.
@@ -133,16 +131,15 @@ def plan_micro_batches(
     by_group = _samples(groups, objective, max_tokens)
     if not packs:
         samples = [sample for group in by_group for sample in group]
-        return [
-            partial(_unpacked, sample) for sample in sorted(samples, key=lambda sample: sample.length, reverse=True)
-        ]
+        largest_first = sorted(samples, key=lambda sample: sample.length, reverse=True)
+        return PlannedBatches([partial(_unpacked, sample) for sample in largest_first])
     by_prompt = [samples for group in by_group for samples in _by_prompt(group)]
     apart = takes_rows and not are_alike([sample.length for samples in by_prompt for sample in samples])
     runs_of = [_rows(samples) if apart else _runs(samples, budget) for samples in by_prompt]
     blocks = [block for runs in runs_of for block in _blocks(runs, budget)]
     passes = make_passes([block.size for block in blocks], budget, streams)
     padded = (lambda length: length) if apart else padded_length
-    return [partial(_pack, [blocks[index] for index in indices], padded) for indices in passes]
+    return PlannedBatches([partial(_pack, [blocks[index] for index in indices], padded) for indices in passes])
 
 
 def make_passes(sizes: Sequence[int], budget: int, streams: int) -> list[list[int]]:

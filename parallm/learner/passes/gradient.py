@@ -260,8 +260,12 @@ class LoraWeights:
         self._scaling = lora_scaling(adapter, model)
         self._widens = on_cuda() and adapter.dropout == 0
         self.lora = self._lora(self._arrays, self._scaling)
-        if not on_cuda():  # with CUDA the first pass computes them; on CPUs streams would wait for each other at each
+        if not on_cuda():  # streams would wait for each other at each
             mx.eval(self.lora.arrays())
+
+    def queue(self) -> None:
+        """Queue what computes `lora.arrays()`."""
+        mx.async_eval(self.lora.arrays())
 
     def join(self, gradients: Sequence[mx.array], scale: float = 1.0) -> mx.array:
         """Gradients of `lora.arrays()`, which are times `scale`, as one vector (N,), float32, without it."""
