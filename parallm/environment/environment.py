@@ -4,6 +4,8 @@ from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeAlias, runtime_checkable
 
+from typing_extensions import TypeIs  # part of Python from 3.13 on
+
 from parallm.types import BASE, Message, Problem, Split
 
 RewardParts: TypeAlias = Mapping[str, float]
@@ -31,7 +33,6 @@ class Environment(Problems, Protocol):
         """Return the reward parts of the completion `text`, which may be any text, even an empty one."""
 
 
-@runtime_checkable
 class MultiTurnEnvironment(Problems, Protocol):
     """An environment that answers the model before it scores. An attribute `stop` may hold strings that end a turn."""
 
@@ -61,7 +62,6 @@ class EnvironmentSession(Protocol):
         """End an episode that will not be scored. Called on the asyncio thread; must return at once."""
 
 
-@runtime_checkable
 class StatefulEnvironment(Problems, Protocol):
     """An environment whose episodes have a state, which begins with them."""
 
@@ -125,10 +125,20 @@ def environment_of(environment: AnyEnvironment, problem: Problem) -> SingleEnvir
     return own
 
 
+def is_multi_turn(environment: AnyEnvironment) -> TypeIs[MultiTurnEnvironment]:
+    """Whether it answers between turns. Each episode asks this, and `isinstance` of a protocol takes long."""
+    return hasattr(environment, "reply")
+
+
+def is_stateful(environment: AnyEnvironment) -> TypeIs[StatefulEnvironment]:
+    """Whether its episodes have a state; as above."""
+    return hasattr(environment, "open")
+
+
 def open_sessions(environment: AnyEnvironment, problem: Problem, count: int) -> Sequence[EnvironmentSession | None]:
     """Return a session for each of `count` episodes of `problem`; None for each if episodes have no state."""
     own = environment_of(environment, problem)
-    return own.open(problem, count) if isinstance(own, StatefulEnvironment) else [None] * count
+    return own.open(problem, count) if is_stateful(own) else [None] * count
 
 
 def connect(environment: AnyEnvironment, ask: Ask) -> None:

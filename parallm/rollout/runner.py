@@ -15,9 +15,9 @@ from parallm.conversation import ToolCall
 from parallm.environment.environment import (
     AnyEnvironment,
     EnvironmentSession,
-    MultiTurnEnvironment,
-    StatefulEnvironment,
     environment_of,
+    is_multi_turn,
+    is_stateful,
     open_sessions,
 )
 from parallm.errors import ContextTooLong
@@ -156,7 +156,7 @@ class RolloutRunner:
         if episode.session is not None:
             return partial(episode.session.reply, tuple(episode.turns))
         environment = environment_of(self._environment, episode.problem)
-        assert isinstance(environment, MultiTurnEnvironment), "other episodes are over after their first turn"
+        assert is_multi_turn(environment), "other episodes are over after their first turn"
         return partial(environment.reply, episode.problem, tuple(episode.turns))
 
     def _append_reply(self, episode: Episode, reply: Sequence[Message]) -> None:
@@ -207,7 +207,8 @@ class RolloutRunner:
             raise named(error, problem, request) from error
 
     def _has_turns(self, problem: Problem) -> bool:
-        return isinstance(environment_of(self._environment, problem), MultiTurnEnvironment | StatefulEnvironment)
+        environment = environment_of(self._environment, problem)
+        return is_multi_turn(environment) or is_stateful(environment)
 
 
 @asynccontextmanager

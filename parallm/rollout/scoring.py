@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from parallm.environment.environment import AnyEnvironment, MultiTurnEnvironment, StatefulEnvironment, environment_of
+from parallm.environment.environment import AnyEnvironment, environment_of, is_multi_turn, is_stateful
 from parallm.errors import EnvironmentFailed
 from parallm.rollout.environment_calls import CallResult, EnvironmentFault
 from parallm.rollout.episode import Episode
@@ -68,8 +68,8 @@ def score_call(environment: AnyEnvironment, episode: Episode) -> Callable[[], ob
     environment = environment_of(environment, episode.problem)
     if episode.session is not None:
         return partial(episode.session.score, tuple(episode.turns), is_cut_off=episode.finish_reason == "length")
-    assert not isinstance(environment, StatefulEnvironment), "the runner opens its sessions"
-    if isinstance(environment, MultiTurnEnvironment):
+    assert not is_stateful(environment), "the runner opens its sessions"
+    if is_multi_turn(environment):
         return partial(environment.score, episode.problem, tuple(episode.turns))
     return partial(environment.score, episode.problem, episode.text)
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from parallm.environment.arithmetic import Arithmetic
-from parallm.environment.environment import MultiTurnEnvironment, connect
+from parallm.environment.environment import connect, is_multi_turn
 from parallm.environment.gsm8k import Gsm8k
 from parallm.environment.settings import ArithmeticSettings, CustomSettings, Gsm8kSettings
 from parallm.errors import ConfigError
@@ -81,7 +81,7 @@ def test_the_example_of_several_turns_works(example: Callable[..., Any]) -> None
         return [Message(role="user" if place % 2 else "assistant", content=text) for place, text in enumerate(texts)]
 
     environment = example("Guess")
-    assert isinstance(environment, MultiTurnEnvironment)
+    assert is_multi_turn(environment)
     problem = next(one for one in environment.problems("train") if one.answer == "37")
     assert environment.reply(problem, said("50")) == [Message(role="user", content="lower")]
     assert environment.reply(problem, said("50", "lower", "20")) == [Message(role="user", content="higher")]

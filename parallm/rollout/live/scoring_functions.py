@@ -17,7 +17,8 @@ from parallm.environment.environment import (
     Mixed,
     MultiTurnEnvironment,
     RewardParts,
-    StatefulEnvironment,
+    is_multi_turn,
+    is_stateful,
 )
 from parallm.environment.gsm8k import Gsm8k
 from parallm.environment.math_answer import marked_number, parse_number
@@ -76,7 +77,7 @@ class EnvironmentScoring:
         return self._awaited(parts) if isawaitable(parts) else self._weighted(parts)
 
     def _score(self, problem: Problem, text: str) -> RewardParts | Awaitable[RewardParts]:
-        if isinstance(self._environment, MultiTurnEnvironment):
+        if is_multi_turn(self._environment):
             return self._environment.score(problem, [Message(role="assistant", content=text)])
         return self._environment.score(problem, text)
 
@@ -135,7 +136,7 @@ def environment_scoring_functions(name: str, environment: AnyEnvironment) -> dic
     return {
         name: EnvironmentScoring(name, single)
         for name, single in environments.items()
-        if not isinstance(single, StatefulEnvironment | Mixed)
+        if not isinstance(single, Mixed) and not is_stateful(single)
     }
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from parallm.environment.environment import EnvironmentSession, StatefulEnvironment
+from parallm.environment.environment import EnvironmentSession, StatefulEnvironment, is_stateful
 from parallm.environment.settings import VerifiersSettings
 from parallm.errors import ConfigError, ProblemError
 from parallm.run.training_data import build_environment
@@ -75,7 +75,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def made(environment_id: str, **options: object) -> StatefulEnvironment:
     environment = build_environment(VerifiersSettings(id=environment_id, **options))  # type: ignore[arg-type]
-    assert isinstance(environment, StatefulEnvironment)
+    assert is_stateful(environment)
     return environment
 
 
