@@ -4,13 +4,16 @@ A token is not a character: byte-level tokens may end inside of one. For one thr
 meanwhile, so no line of Python runs for each token of a usual completion.
 """
 
-from collections.abc import Callable, Collection, Sequence
-from itertools import groupby
+from collections.abc import Callable, Sequence
+from itertools import filterfalse, groupby
 
 REPLACEMENT = "\ufffd"
 """What decoders give for a character whose bytes are not complete yet."""
 MAX_PENDING = 8
 """A character has at most 4 bytes, so more tokens without a complete one are not the beginning of any."""
+
+TOKENS_AT_ONCE = 512
+"""New tokens whose texts are found between two rests."""
 
 
 class _Known(dict[int, str]):
@@ -34,9 +37,9 @@ class TokenTexts:
         """Return one piece for each token of each row. `rest` is called between rows."""
         wholes, unknown = self._decode(rows), set[int]()
         for tokens in rows:
-            unknown.update(set(tokens[1:]).difference(self._known))
+            unknown.update(filterfalse(self._known.__contains__, tokens[1:]))  # `difference` would walk all known ones
             rest()
-        self._learn(unknown, rows)
+        self._learn(list(unknown), rows, rest)
         firsts = self._decode([tokens[:1] for tokens in rows])
         pieces: list[list[str]] = []
         for row in zip(rows, firsts, wholes, strict=True):
@@ -54,15 +57,18 @@ class TokenTexts:
             pieces = self._grown(tokens)
         return pieces if "".join(pieces) == whole else [*[""] * (len(tokens) - 1), whole]
 
-    def _learn(self, unknown: Collection[int], rows: Sequence[Sequence[int]]) -> None:
+    def _learn(self, unknown: Sequence[int], rows: Sequence[Sequence[int]], rest: Callable[[], object]) -> None:
         """Remember the texts of tokens after other text, as far as they do not depend on it."""
         if unknown and self._anchor is None:
             alone = ((token, self._text([token])) for tokens in rows for token in tokens)
             self._anchor = next((pair for pair in alone if pair[1].isascii() and pair[1].strip()), None)
         if unknown and self._anchor is not None:
             before, before_text = self._anchor
-            texts = self._decode([[before, token] for token in unknown])
-            self._known.update({token: text[len(before_text) :] for token, text in zip(unknown, texts, strict=True)})
+            for start in range(0, len(unknown), TOKENS_AT_ONCE):
+                some = unknown[start : start + TOKENS_AT_ONCE]
+                texts = self._decode([[before, token] for token in some])
+                self._known.update({token: text[len(before_text) :] for token, text in zip(some, texts, strict=True)})
+                rest()
 
     def _text(self, tokens: Sequence[int]) -> str:
         return self._decode([tokens])[0]

@@ -1,9 +1,10 @@
 """Pieces of texts, with tokenizers made of bytes and of words."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
+from parallm.metrics import token_texts
 from parallm.metrics.token_texts import TokenTexts
 
 WORDS = ["", "▁12", "▁+", "▁3", "5", "▁"]
@@ -78,3 +79,18 @@ def test_a_divided_character_costs_no_other_token_another_decoding() -> None:
     calls.clear()
     assert "".join(texts.cut([list(text.encode())])[0]) == text
     assert len(calls) < 10
+
+
+def test_tokens_are_looked_up_among_the_known_ones_which_nobody_walks(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Known(dict[int, str]):
+        def __missing__(self, token: int) -> str:
+            return ""
+
+        def __iter__(self) -> Iterator[int]:
+            raise AssertionError("with a large vocabulary this takes longer than all else")
+
+    monkeypatch.setattr(token_texts, "_Known", Known)
+    texts = texts_of(by_bytes)
+    assert texts.cut([list(b"abc")]) == texts.cut([list(b"abc")]) == [["a", "b", "c"]]
+    with pytest.raises(AssertionError, match="longer"):
+        {1, 2}.difference(texts._known)
