@@ -12,8 +12,8 @@ REPLACEMENT = "\ufffd"
 MAX_PENDING = 8
 """A character has at most 4 bytes, so more tokens without a complete one are not the beginning of any."""
 
-TOKENS_AT_ONCE = 512
-"""New tokens whose texts are found between two rests."""
+ROWS_AT_ONCE, TOKENS_AT_ONCE = 16, 512
+"""Rows, and new tokens, whose texts are found between two rests."""
 
 
 class _Known(dict[int, str]):
@@ -27,15 +27,18 @@ class TokenTexts:
     """Cuts texts of one tokenizer. A token that ends inside of a character has the text ""."""
 
     def __init__(self, decode: Callable[[Sequence[Sequence[int]]], Sequence[str]]) -> None:
-        """`decode` returns the text of each row of tokens, special ones shown. It gets all rows that are known in one
-        call, so that it may work on them without the interpreter's lock."""
+        """`decode` returns the text of each row of tokens, special ones shown. It gets several rows in one call, so that
+        it may work on them without the interpreter's lock."""
         self._decode = decode
         self._anchor: tuple[int, str] | None = None  # a token before others: some tokenizers drop a first space
         self._known = _Known()  # at most the vocabulary
 
     def cut(self, rows: Sequence[Sequence[int]], rest: Callable[[], object] = lambda: None) -> list[list[str]]:
         """Return one piece for each token of each row. `rest` is called between rows."""
-        wholes, unknown = self._decode(rows), set[int]()
+        wholes, unknown = list[str](), set[int]()
+        for start in range(0, len(rows), ROWS_AT_ONCE):
+            wholes += self._decode(rows[start : start + ROWS_AT_ONCE])
+            rest()
         for tokens in rows:
             unknown.update(filterfalse(self._known.__contains__, tokens[1:]))  # `difference` would walk all known ones
             rest()
