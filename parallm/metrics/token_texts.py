@@ -27,8 +27,8 @@ class TokenTexts:
     """Cuts texts of one tokenizer. A token that ends inside of a character has the text ""."""
 
     def __init__(self, decode: Callable[[Sequence[Sequence[int]]], Sequence[str]]) -> None:
-        """`decode` returns the text of each row of tokens, special ones shown. It gets several rows in one call, so that
-        it may work on them without the interpreter's lock."""
+        """`decode` returns the text of each row of tokens, special ones shown. It gets several rows at once, so that it
+        may work on them without the interpreter's lock."""
         self._decode = decode
         self._anchor: tuple[int, str] | None = None  # a token before others: some tokenizers drop a first space
         self._known = _Known()  # at most the vocabulary
