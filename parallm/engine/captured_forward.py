@@ -29,6 +29,8 @@ from parallm.model.shared_model import SharedModel
 
 MAX_STEPS = 512
 """Forms whose graphs are kept."""
+MAX_COPIES = 8
+"""Forms of LoRA whose weights, of all their versions, lie where graphs read them."""
 FEW_ROWS = 4
 """Rows of a step that is captured in place of one of a single row, which goes through kernels of MLX."""
 
@@ -92,7 +94,7 @@ class CapturedForward:
         self._arena = Arena()
         self._pools = Pools()
         self._steps: OrderedDict[StepForm, CapturedStep | None] = OrderedDict()  # those used last come last
-        self._weights: dict[tuple[PackedLayout, int], PackedCopy] = {}
+        self._weights: OrderedDict[tuple[PackedLayout, int], PackedCopy] = OrderedDict()  # in the same order
         self._reasons: set[str] = set()  # that were logged
         self._stream: GraphStream | None = None
         try:
@@ -137,6 +139,8 @@ class CapturedForward:
             return None
         of_lora = None if lora is None else (lora.weights.layout, lora.weights.num_versions, lora.order_B2.shape)
         form = rows, width, of_lora
+        if of_lora is not None and of_lora[:2] in self._weights:
+            self._weights.move_to_end(of_lora[:2])
         self._pools.set(pools)
         if form not in self._steps:
             self._steps[form] = self._try_capture(rows, width, pools, lora)
@@ -195,6 +199,10 @@ class CapturedForward:
         key = weights.layout, weights.num_versions
         if key not in self._weights:
             self._weights[key] = PackedCopy(weights)
+            if len(self._weights) > MAX_COPIES:
+                oldest, _ = self._weights.popitem(last=False)
+                for form in [form for form in self._steps if form[2] is not None and form[2][:2] == oldest]:
+                    del self._steps[form]
         return self._weights[key]
 
     def _give_up(self, rows: int, error: Exception) -> None:

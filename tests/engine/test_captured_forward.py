@@ -304,3 +304,19 @@ def test_graphs_of_forms_that_nobody_uses_are_given_up(
     for rows in (4, 8, 4, 16, 4, 8):
         call(captured, pools, rows)
     assert len(driver.captures) == 4
+
+
+def test_weights_of_forms_that_nobody_uses_are_given_back_with_their_graphs(
+    driver: Driver, pools: list[mx.array], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(captured_forward, "MAX_COPIES", 2)
+    monkeypatch.setattr(captured_forward, "replace", lambda one, **new: type(one)(**(vars(one) | new)))
+    captured, order = CapturedForward(None), mx.zeros((4, 2), mx.int32)  # type: ignore[arg-type]
+    first, second, third = (Lora(Weights(object(), (mx.zeros(3),)), order) for _ in range(3))
+    for lora in (first, second, first, None, third, first, None):
+        call(captured, pools, lora=lora)
+    assert len(driver.captures) == 4, "the second has gone, and the base has no weights to lose"
+    assert len(captured._weights) == 2
+    assert len(captured._steps) == 3
+    call(captured, pools, lora=second)
+    assert len(driver.captures) == 5

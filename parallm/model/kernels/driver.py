@@ -126,6 +126,10 @@ class GraphStream:
         self._wait(ctypes.c_uint32(0))
         call("cuStreamSynchronize", self._stream)
 
+    def __del__(self) -> None:
+        if stream := getattr(self, "_stream", None):
+            driver().cuStreamDestroy_v2(stream)  # once all on it has ended; counters stay, which MLX may count up later
+
     def launch(self, graph: "Graph", arrivals: int) -> int:
         """Launch a graph after `arrivals` more additions of 1 to that counter, which are launched already; returns the
         count of `graphs` after this one. Raises CudaError."""

@@ -121,3 +121,10 @@ def test_a_function_may_have_all_shared_memory_that_it_names(shared_bytes: int, 
 def test_moved_pointers_leave_numbers_alone() -> None:
     moved = node(begins_early=False).moved({7: 70, 8: 80})
     assert [one.value for one in moved.arguments] == [70, 8]
+
+
+def test_a_stream_ends_with_who_has_it(driver: Driver) -> None:
+    stream = GraphStream()
+    assert "cuStreamDestroy_v2" not in driver.names()
+    del stream
+    assert driver.called[-1] == ("cuStreamDestroy_v2", [1])
