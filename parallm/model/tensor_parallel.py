@@ -28,6 +28,7 @@ from mlx.utils import tree_unflatten
 from parallm.errors import ModelError
 from parallm.model.kernels import sum_add_norm
 from parallm.model.kernels.all_sum import PeerMemory, all_sum, fits
+from parallm.model.kernels.columns import memory_of, shaped
 from parallm.model.kernels.cuda import on_cuda
 from parallm.model.lora.linear import LoraLinear
 from parallm.model.patches.forward import AddNorm, FusedAdd, fuse_norms
@@ -97,8 +98,7 @@ class TensorParallel:
         parts_SBTH: mx.array = whole_BTH[None]
         kernel: AddNorm = add_norm
         if self.ranks.peers is not None:
-            own_SBTH = y_BTH.parts if isinstance(y_BTH, FusedAdd) and y_BTH.lora is None else None
-            own_SBTH = y_BTH[None] if own_SBTH is None else own_SBTH
+            own_SBTH = _parts(y_BTH)
             if sum_add_norm.fits(own_SBTH, y_BTH):
                 parts_SBTH, kernel = own_SBTH, partial(sum_add_norm.sum_add_norm, peers=self.ranks.peers)
         output_BTH = whole_BTH.astype(y_BTH.dtype)
@@ -107,6 +107,15 @@ class TensorParallel:
     def _part(self, array: mx.array, axis: int) -> mx.array:
         parts: list[mx.array] = mx.split(array, self.ranks.group.size(), axis=axis)
         return mx.contiguous(parts[self.ranks.group.rank()])
+
+
+def _parts(y_BTH: mx.array) -> mx.array:
+    """Parts (S, B, T, H) of an output where a kernel reads them, LoRA included."""
+    if not isinstance(y_BTH, FusedAdd):
+        return y_BTH[None]
+    if y_BTH.parts is not None and y_BTH.lora is None:
+        return y_BTH.parts
+    return shaped(memory_of(y_BTH.value), (1, *y_BTH.shape))
 
 
 def add_norm(parts_SBTH: mx.array, stream_BTH: mx.array, weight_H: mx.array, eps: float) -> tuple[mx.array, mx.array]:

@@ -9,19 +9,26 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from bench.workers.random_model import random_model
+from bench.workers.random_model import random_base, random_model
 from bench.workers.workbench import random_adapter
+from mlx_lm.utils import load_tokenizer
 
 from parallm.engine import captured_forward
 from parallm.engine.captured_forward import FEW_ROWS, CapturedForward
 from parallm.engine.kv.paged_cache import make_pools
+from parallm.model.chat.tokenizer import ChatTokenizer
 from parallm.model.kernels import cuda, cuda_graph
+from parallm.model.kernels.all_sum import PeerMemory
 from parallm.model.kernels.columns import memory_of
 from parallm.model.kernels.compiler import Specialization
 from parallm.model.kernels.cuda_graph import VIEWS, Arena, Capture, NotCaptured, capture
 from parallm.model.kernels.driver import CudaError
+from parallm.model.load import NANO, share_model
 from parallm.model.lora.segmented import SegmentedLora
 from parallm.model.lora.selector import LoraSelector
+from parallm.model.quantized import cast
+from parallm.model.settings import ModelSettings
+from parallm.model.tensor_parallel import Ranks
 from tests.engine.test_kernel_list import SHAPE, launched
 
 __all__ = ["launched"]
@@ -128,6 +135,18 @@ def call(captured: CapturedForward, pools: list[mx.array], rows: int = 4, lora: 
     return captured(tokens_B, tokens_B + 1, mx.zeros((rows, 4), mx.int32), pools, lora)
 
 
+@pytest.fixture
+def noted(launched: dict[Specialization, None], driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`launched` lets the process believe that it has a GPU. Here launches are noted, and compute nothing; what captures
+    them is real."""
+    monkeypatch.setattr(cuda.Kernel, "__call__", note_launch)
+    monkeypatch.setattr(cuda_graph, "VIEWS", VIEWS | {"Depends"})
+    monkeypatch.setattr(cuda_graph, "_function", lambda _: 0)
+    for module in (cuda_graph, captured_forward):
+        monkeypatch.setattr(module, "addresses", addresses)
+    monkeypatch.setattr(captured_forward, "capture", capture)
+
+
 @pytest.mark.parametrize(
     ("changed", "is_captured"),
     [
@@ -140,19 +159,8 @@ def call(captured: CapturedForward, pools: list[mx.array], rows: int = 4, lora: 
     ],
 )
 def test_steps_of_these_models_launch_kernels_of_ours_alone(
-    changed: dict[str, Any],
-    is_captured: bool,
-    launched: dict[Specialization, None],
-    driver: Driver,
-    monkeypatch: pytest.MonkeyPatch,
+    changed: dict[str, Any], is_captured: bool, noted: None
 ) -> None:
-    """`launched` lets the process believe that it has a GPU; here launches are noted, and compute nothing."""
-    monkeypatch.setattr(cuda.Kernel, "__call__", note_launch)
-    monkeypatch.setattr(cuda_graph, "VIEWS", VIEWS | {"Depends"})
-    monkeypatch.setattr(cuda_graph, "_function", lambda _: 0)
-    for module in (cuda_graph, captured_forward):
-        monkeypatch.setattr(module, "addresses", addresses)
-    monkeypatch.setattr(captured_forward, "capture", capture)
     shape = SHAPE | {"rope_theta": 10000.0, "tie_word_embeddings": True} | changed
     model = random_model(shape, dtype="bfloat16")
     mx.eval(model.base.parameters())
@@ -167,6 +175,25 @@ def test_steps_of_these_models_launch_kernels_of_ours_alone(
             assert len(step.captured.nodes) > 5 * model.num_layers
             assert step.captured.result.shape == (rows, shape["hidden_size"])
     assert captured.min_rows == (FEW_ROWS if is_captured else 1)
+
+
+@pytest.mark.parametrize("bits", [{}, QUANTIZED], ids=["dense", "quantized"])
+def test_steps_of_a_divided_model_launch_kernels_of_ours_alone(bits: dict[str, Any], noted: None) -> None:
+    """So graphs could replay them; see `PagedMemory`."""
+    shape = SHAPE | WIDER | {"hidden_size": 512, "num_attention_heads": 4, "rope_theta": 10000.0} | bits
+    peers = PeerMemory(rank=0, size=2, addresses=mx.zeros(4, mx.uint64))
+    ranks = Ranks(group=mx.distributed.init(), peers=peers)
+    tokenizer, base = ChatTokenizer(load_tokenizer(NANO)), random_base(shape)
+    cast(base, mx.bfloat16)
+    model = share_model(base, shape, tokenizer, ModelSettings(), ranks=ranks)
+    mx.eval(model.base.parameters(), peers.addresses)
+    captured, pools = CapturedForward(model), [array for pair in make_pools(model, 1) for array in pair]
+    for rows in (4, 32):
+        for lora in (None, LoraSelector(model).select([random_adapter(model, 1)] * rows)):
+            assert lora is None or isinstance(lora, SegmentedLora)
+            step = captured.prepare(rows, 4, pools, lora)
+            assert step is not None, captured._reasons
+            assert len(step.captured.nodes) > 5 * model.num_layers
 
 
 def test_a_form_is_captured_once(driver: Driver, pools: list[mx.array]) -> None:

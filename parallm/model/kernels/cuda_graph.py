@@ -11,6 +11,7 @@ lies between shares one array, in which an output takes the place of one that is
 import ctypes
 import re
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -28,7 +29,10 @@ from parallm.model.kernels.driver import Argument, GraphNode, load_function
 VIEWS = frozenset({"ExpandDims", "Flatten", "Reshape", "Slice", "Split", "Squeeze", "Transpose", "Unflatten"})
 VIEWS |= {"CustomTransforms", "StopGradient"}  # of functions that have a gradient of ours
 KERNEL = "CustomKernel"
-LABEL = re.compile(r'\[label ="([^"]*)"')
+LABEL = re.compile(r'(\d+) \[label ="([^"]*)"')
+EDGE = re.compile(r'"?(\w+)"? -> "?(\w+)"?')
+PREFIX, LAST = "some", "last"
+"""Names of arrays; MLX gives others capital letters, and operations numbers."""
 ALIGNMENT = 256  # bytes
 WAITS = "wait_for_inputs();"
 BEGINS_EARLY = "bool begins_early) {"
@@ -109,15 +113,19 @@ class RanLaunches:
         """Raises NotCaptured."""
         with captured_launches() as launches:
             self.computed = memory_of(forward())
-        if others := operations(self.computed) - VIEWS - {KERNEL}:
+        needed = needed_for(self.computed, [array for one in launches for array in one.outputs])
+        if others := needed.operations - VIEWS - {KERNEL}:
             raise NotCaptured(f"MLX computes {', '.join(sorted(others))}")
-        self.launches: Sequence[Launch] = launches
-        arrays = {id(array): array for one in launches for array in (*one.inputs, *one.outputs)}
+        self.launches: Sequence[Launch] = [
+            one for one in launches if not needed.arrays.isdisjoint(map(id, one.outputs))
+        ]
+        """Those that the result needs, which alone have run."""
+        arrays = {id(array): array for one in self.launches for array in (*one.inputs, *one.outputs)}
         arrays[id(self.computed)] = self.computed
         self._address_of = dict(zip(arrays, addresses(list(arrays.values())), strict=True))
         self.outputs = [
             [Output(index, self.address(array), array.nbytes) for array in one.outputs]
-            for index, one in enumerate(launches)
+            for index, one in enumerate(self.launches)
         ]
         self._sorted = sorted((one for outputs in self.outputs for one in outputs), key=lambda output: output.start)
         self._starts = [output.start for output in self._sorted]
@@ -188,12 +196,34 @@ def share_memory(ran: RanLaunches, last: Output, last_reader: Mapping[Output, in
     return offsets, size
 
 
-def operations(array: mx.array) -> set[str]:
-    """The names of MLX's operations that compute an array from those that are computed."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needed:
+    """What MLX evaluates for an array."""
+
+    arrays: frozenset[int]
+    """Identities of the arrays among some."""
+    operations: frozenset[str]
+    """Names."""
+
+
+def needed_for(array: mx.array, some: Sequence[mx.array]) -> Needed:
+    """What has to be evaluated for an array that is not."""
     with TemporaryDirectory() as folder:
         path = Path(folder) / "graph.dot"
-        mx.export_to_dot(str(path), array)
-        return set(LABEL.findall(path.read_text()))
+        mx.export_to_dot(str(path), **{f"{PREFIX}{index}": one for index, one in enumerate(some)}, **{LAST: array})
+        text = path.read_text()
+    before = defaultdict[str, list[str]](list)
+    for source, reader in EDGE.findall(text):
+        before[reader].append(source)
+    found, waiting = set[str](), [LAST]
+    while waiting:
+        if (node := waiting.pop()) not in found:
+            found.add(node)
+            waiting += before[node]
+    return Needed(
+        arrays=frozenset(id(one) for index, one in enumerate(some) if one is array or f"{PREFIX}{index}" in found),
+        operations=frozenset(label for node, label in LABEL.findall(text) if node in found),
+    )
 
 
 def _node(launch: Launch, places: Sequence[int]) -> GraphNode:

@@ -39,6 +39,7 @@ def sum_add_norm(
     defines = (
         ("T", weight_H.dtype),
         ("Y", parts_SBTH.dtype),
+        ("X", stream_BTH.dtype),
         ("SPLITS", splits),
         ("SIZE", size),
         ("THREADS", threads),
@@ -46,7 +47,7 @@ def sum_add_norm(
     )
     num_rows = rows[0] * rows[1]
     sums_BTH, normed_BH = kernel("sum_add_norm", defines)(
-        [parts_SBTH, stream_BTH.astype(mx.float32), weight_H, peers.addresses],
+        [parts_SBTH, stream_BTH, weight_H, peers.addresses],
         [float(eps), num_rows],
         grid=(num_rows * threads, 1, 1),
         threadgroup=(threads, 1, 1),

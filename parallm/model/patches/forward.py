@@ -288,6 +288,7 @@ class FusedAdd(mx.array):
         lora: ShrinkOutput | None = None,
     ) -> None:
         super().__init__(value)
+        self.value = value
         self._added_to = added_to
         self.parts = parts
         self._kernel = kernel

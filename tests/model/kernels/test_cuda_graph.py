@@ -15,7 +15,16 @@ from parallm.model.kernels import cuda, cuda_graph
 from parallm.model.kernels.columns import shaped
 from parallm.model.kernels.copy_into import copy_into
 from parallm.model.kernels.cuda import Kernel, Launch, has_kernels
-from parallm.model.kernels.cuda_graph import Arena, Capture, NotCaptured, Output, RanLaunches, capture, share_memory
+from parallm.model.kernels.cuda_graph import (
+    VIEWS,
+    Arena,
+    Capture,
+    NotCaptured,
+    Output,
+    RanLaunches,
+    capture,
+    share_memory,
+)
 from parallm.model.kernels.driver import Graph, GraphStream
 from parallm.model.kernels.swiglu import fused_swiglu
 from parallm.model.kernels.wait_until import wait_until
@@ -38,15 +47,19 @@ FUNCTIONS: dict[str, tuple[Function, int]] = {"add": (add, 2), "double": (double
 KERNELS = {name: Kernel(name, b"", 0, copies_views=True) for name in FUNCTIONS}
 
 
-ZEROS = mx.zeros(SIZE)
+ZEROS = mx.array([0.0] * SIZE)
 COUNT = itertools.count()
+OWN = {"Subtract", "Negative", "Multiply", "Broadcast"}
 
 
 def launch(name: str, *inputs: mx.array, scalars: Sequence[Any] = ()) -> mx.array:
-    """Run a function now, on float32 numbers, and note it as MLX's launches are noted."""
-    output = mx.zeros(SIZE)
-    mx.eval(inputs, output)
-    FUNCTIONS[name][0]([np.asarray(array).ravel() for array in inputs], np.asarray(output), scalars)
+    """What a function will give, on float32 numbers, and note it as MLX's launches are noted. Operations of MLX stand
+    for the kernel: `OWN`."""
+    first, *others = (array.reshape(-1) for array in inputs)
+    if name == "add":
+        output = mx.subtract(first, mx.subtract(mx.negative(others[0][: first.size]), float(sum(scalars))))
+    else:
+        output = mx.multiply(first, 2.0)
     captured = cuda._captured.get()
     if captured is not None:
         captured.append(Launch(KERNELS[name], inputs, [output], scalars, (SIZE, 1, 1), (SIZE, 1, 1)))
@@ -74,6 +87,7 @@ def addresses(arrays: Sequence[mx.array]) -> list[int | None]:
 @pytest.fixture(autouse=True)
 def on_a_cpu(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     if "gpu" not in request.node.name:
+        monkeypatch.setattr(cuda_graph, "VIEWS", VIEWS | OWN)
         monkeypatch.setattr(cuda_graph, "addresses", addresses)
         monkeypatch.setattr(cuda_graph, "_function", lambda kernel: list(FUNCTIONS).index(kernel.name))
         monkeypatch.setattr(cuda_graph, "_overlap", lambda name: (name == "add", False))
@@ -103,6 +117,24 @@ def test_what_is_replayed_reads_inputs_anew(given: mx.array) -> None:
     expected = 4 * np.arange(SIZE) + 9
     assert np.array_equal(np.asarray(captured.result), expected)
     assert not np.array_equal(before, expected)
+
+
+def test_what_the_result_does_not_need_is_not_run(given: mx.array, monkeypatch: pytest.MonkeyPatch) -> None:
+    needless, evaluated = list[mx.array](), set[int]()
+
+    def forward() -> mx.array:
+        needless.append(launch("add", launch("double", given), ZEROS))
+        return launch("double", given)
+
+    def noted(arrays: Sequence[mx.array]) -> list[int | None]:
+        evaluated.update(map(id, arrays))
+        return addresses(arrays)
+
+    monkeypatch.setattr(cuda_graph, "addresses", noted)
+    captured = capture(forward, Arena())
+    assert len(captured.nodes) == 1
+    assert len(needless) == 2
+    assert evaluated.isdisjoint(map(id, needless)), "a sum over all ranks, say, would have to run at each of them"
 
 
 def test_what_lies_between_shares_memory(given: mx.array) -> None:

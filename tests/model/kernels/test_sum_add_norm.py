@@ -1,5 +1,6 @@
 """Sums over ranks as the sources that run, on a CPU: each rank's kernels in a thread, and memory that all share."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -118,7 +119,8 @@ def random_calls(size: int) -> list[list[list[mx.array]]]:
     def normal(*shape: int) -> np.ndarray:
         return numbers.standard_normal(shape, np.float32)
 
-    common = [(normal(rows, 1, HIDDEN), normal(HIDDEN)) for _, rows in CALLS]
+    streams = itertools.cycle([np.float16, np.float32])  # the stream before the first sum is that of the model
+    common = [(normal(rows, 1, HIDDEN).astype(next(streams)), normal(HIDDEN)) for _, rows in CALLS]
 
     def given(kind: str, rows: int, rank: int) -> np.ndarray:
         array = normal(*([SPLITS] if kind == "norm" else []), rows, 1, SHORT if kind == "short sum" else HIDDEN)
@@ -218,6 +220,6 @@ def test_sums_that_are_right_are_used(ranks: Ranks, monkeypatch: pytest.MonkeyPa
 def test_all_ranks_go_through_nccl_if_the_sums_of_one_are_wrong(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ranks.kernels[1].mutation = "sum_add_norm", "total[j] + before", "total[j] + 2 * before"
+    ranks.kernels[1].mutation = "sum_add_norm", "+ float(before", "+ 2 * float(before"
     assert try_all(ranks, monkeypatch) == [None, None]
     assert "sums between GPUs go through NCCL, which takes longer: sums differ by" in caplog.text
