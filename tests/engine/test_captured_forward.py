@@ -137,8 +137,8 @@ def call(captured: CapturedForward, pools: list[mx.array], rows: int = 4, lora: 
 
 @pytest.fixture
 def noted(launched: dict[Specialization, None], driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`launched` lets the process believe that it has a GPU. Here launches are noted, and compute nothing; what captures
-    them is real."""
+    """`launched` lets the process believe that it has a GPU. Launches are noted here, and compute nothing; what
+    captures them is real."""
     monkeypatch.setattr(cuda.Kernel, "__call__", note_launch)
     monkeypatch.setattr(cuda_graph, "VIEWS", VIEWS | {"Depends"})
     monkeypatch.setattr(cuda_graph, "_function", lambda _: 0)
