@@ -66,7 +66,7 @@ class SharedLearner(Learner):
         )
 
     def _score(
-        self, batches: Sequence[MicroBatch], groups: Sequence[TrajectoryGroup], weights: LoraWeights
+        self, batches: PlannedBatches, groups: Sequence[TrajectoryGroup], weights: LoraWeights
     ) -> Generator[None, None, ScoredStep]:
         """Score own batches only, unless the objective needs numbers of the whole step: then all."""
         needs_step = self._objective.top_entropy_fraction < 1 or self._objective.kl_placement == "reward"
@@ -79,7 +79,6 @@ class SharedLearner(Learner):
             policy=weights.lora,
             width=self._streams.width,
         )
-        assert isinstance(batches, PlannedBatches)
         for index, batch in zip(chosen, scored.batches, strict=True):
             batches.replace(index, batch)
         return ScoredStep(batches=batches, seconds=scored.seconds)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
-from parallm.device.memory import is_out_of_memory
+from parallm.device.memory import device_memory, is_out_of_memory
 from parallm.engine.kv.attention_metadata import AttentionMetadata
 from parallm.engine.kv.paged_cache import PagedCache
 from parallm.model.kernels.addresses import addresses
@@ -29,8 +29,8 @@ from parallm.model.shared_model import SharedModel
 
 MAX_STEPS = 512
 """Forms whose graphs are kept."""
-MAX_COPIES = 8
-"""Forms of LoRA whose weights, of all their versions, lie where graphs read them."""
+LORA_PART = 0.02
+"""Part of the device's memory for LoRA weights where graphs read them, of several forms; one form has any size."""
 FEW_ROWS = 4
 """Rows of a step that is captured in place of one of a single row, which goes through kernels of MLX."""
 
@@ -49,6 +49,10 @@ class PackedCopy:
         mx.eval(arrays)
         self.weights = replace(like, arrays=arrays)
         self._source: weakref.ref[mx.array] | None = None  # the first array of the weights that are here
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self.weights.arrays)
 
     def take(self, source: PackedLora) -> None:
         """Hold the weights of `source`, from the next step on."""
@@ -198,12 +202,18 @@ class CapturedForward:
     def _copy_like(self, weights: PackedLora) -> PackedCopy:
         key = weights.layout, weights.num_versions
         if key not in self._weights:
+            self._make_room(sum(array.nbytes for array in weights.arrays))
             self._weights[key] = PackedCopy(weights)
-            if len(self._weights) > MAX_COPIES:
-                oldest, _ = self._weights.popitem(last=False)
-                for form in [form for form in self._steps if form[2] is not None and form[2][:2] == oldest]:
-                    del self._steps[form]
         return self._weights[key]
+
+    def _make_room(self, num_bytes: int) -> None:
+        """Give back the weights that were used longest ago, with their graphs, until so many bytes more are allowed."""
+        free = LORA_PART * device_memory() - sum(copy.nbytes for copy in self._weights.values()) - num_bytes
+        while self._weights and free < 0:
+            oldest, copy = self._weights.popitem(last=False)
+            free += copy.nbytes
+            for form in [form for form in self._steps if form[2] is not None and form[2][:2] == oldest]:
+                del self._steps[form]
 
     def _give_up(self, rows: int, error: Exception) -> None:
         """Say once why the steps of a form are not captured."""

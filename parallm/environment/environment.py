@@ -127,12 +127,12 @@ def environment_of(environment: AnyEnvironment, problem: Problem) -> SingleEnvir
 
 def is_multi_turn(environment: AnyEnvironment) -> TypeIs[MultiTurnEnvironment]:
     """Whether it answers between turns. Each episode asks this, and `isinstance` of a protocol takes long."""
-    return hasattr(environment, "reply")
+    return getattr(environment, "reply", None) is not None
 
 
 def is_stateful(environment: AnyEnvironment) -> TypeIs[StatefulEnvironment]:
     """Whether its episodes have a state; as above."""
-    return hasattr(environment, "open")
+    return getattr(environment, "open", None) is not None
 
 
 def open_sessions(environment: AnyEnvironment, problem: Problem, count: int) -> Sequence[EnvironmentSession | None]:

@@ -21,7 +21,7 @@ from parallm.learner.faults import Faults
 from parallm.learner.look import Look
 from parallm.learner.loss.objective import resolve_objective
 from parallm.learner.optimizer import learning_rate
-from parallm.learner.passes.batch import MicroBatch, make_micro_batches
+from parallm.learner.passes.batch import MicroBatch, PlannedBatches, make_micro_batches
 from parallm.learner.passes.gradient import LoraWeights, PassResult, PolicyGradient, TokenStatistics
 from parallm.learner.passes.lm_head import Stages, run_stages
 from parallm.learner.passes.packing import takes_rows
@@ -207,7 +207,7 @@ class Learner(AdapterLearner):
         score = partial(self._gradient.score, LoraWeights(self.adapter, self._model).lora)
         return token_losses(self._micro_batches(groups, max_tokens=1), score, self._streams.width)
 
-    def _micro_batches(self, groups: Sequence[TrajectoryGroup], max_tokens: int) -> Sequence[MicroBatch]:
+    def _micro_batches(self, groups: Sequence[TrajectoryGroup], max_tokens: int) -> PlannedBatches:
         return make_micro_batches(
             groups,
             self._objective,
@@ -219,7 +219,7 @@ class Learner(AdapterLearner):
         )
 
     def _score(
-        self, batches: Sequence[MicroBatch], groups: Sequence[TrajectoryGroup], weights: LoraWeights
+        self, batches: PlannedBatches, groups: Sequence[TrajectoryGroup], weights: LoraWeights
     ) -> Generator[None, None, ScoredStep]:
         """Score what the objective needs before any gradient."""
         return score_step(

@@ -34,7 +34,8 @@ class TokenTexts:
         self._known = _Known()  # at most the vocabulary
 
     def cut(self, rows: Sequence[Sequence[int]], rest: Callable[[], object] = lambda: None) -> list[list[str]]:
-        """Return one piece for each token of each row. `rest` is called between rows."""
+        """Return one piece for each token of each row. `rest` is called after each small part of the
+        work."""
         wholes, unknown = list[str](), set[int]()
         for start in range(0, len(rows), ROWS_AT_ONCE):
             wholes += self._decode(rows[start : start + ROWS_AT_ONCE])

@@ -333,13 +333,19 @@ def test_graphs_of_forms_that_nobody_uses_are_given_up(
     assert len(driver.captures) == 4
 
 
-def test_weights_of_forms_that_nobody_uses_are_given_back_with_their_graphs(
-    driver: Driver, pools: list[mx.array], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(captured_forward, "MAX_COPIES", 2)
+@pytest.fixture
+def loras(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> list[Lora]:
+    """Of three layouts, of which the weights of two have room."""
     monkeypatch.setattr(captured_forward, "replace", lambda one, **new: type(one)(**(vars(one) | new)))
-    captured, order = CapturedForward(None), mx.zeros((4, 2), mx.int32)  # type: ignore[arg-type]
-    first, second, third = (Lora(Weights(object(), (mx.zeros(3),)), order) for _ in range(3))
+    monkeypatch.setattr(captured_forward, "device_memory", lambda: 2.5 * 12 / captured_forward.LORA_PART)
+    return [Lora(Weights(object(), (mx.zeros(3),)), mx.zeros((4, 2), mx.int32)) for _ in range(3)]
+
+
+def test_weights_of_forms_that_nobody_uses_are_given_back_with_their_graphs(
+    driver: Driver, pools: list[mx.array], loras: list[Lora]
+) -> None:
+    captured = CapturedForward(None)  # type: ignore[arg-type]
+    first, second, third = loras
     for lora in (first, second, first, None, third, first, None):
         call(captured, pools, lora=lora)
     assert len(driver.captures) == 4, "the second has gone, and the base has no weights to lose"
@@ -347,3 +353,23 @@ def test_weights_of_forms_that_nobody_uses_are_given_back_with_their_graphs(
     assert len(captured._steps) == 3
     call(captured, pools, lora=second)
     assert len(driver.captures) == 5
+
+
+def test_room_is_made_before_it_is_needed(
+    driver: Driver, pools: list[mx.array], loras: list[Lora], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captured = CapturedForward(None)  # type: ignore[arg-type]
+    for lora in loras[:2]:
+        call(captured, pools, lora=lora)
+
+    def fail(_: object) -> None:
+        assert len(captured._weights) == 1
+        raise MemoryError
+
+    monkeypatch.setattr(captured_forward, "PackedCopy", fail)
+    with pytest.raises(MemoryError):
+        call(captured, pools, lora=loras[2])
+    monkeypatch.setattr(captured_forward, "device_memory", lambda: 0)
+    with pytest.raises(AssertionError):  # all have gone, but the new one would be there, whatever its size
+        call(captured, pools, lora=loras[2])
+    assert not captured._weights

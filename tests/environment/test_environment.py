@@ -82,6 +82,7 @@ def test_the_example_of_several_turns_works(example: Callable[..., Any]) -> None
 
     environment = example("Guess")
     assert is_multi_turn(environment)
+    assert not is_multi_turn(type("Single", (type(environment),), {"reply": None})())
     problem = next(one for one in environment.problems("train") if one.answer == "37")
     assert environment.reply(problem, said("50")) == [Message(role="user", content="lower")]
     assert environment.reply(problem, said("50", "lower", "20")) == [Message(role="user", content="higher")]

@@ -13,7 +13,7 @@ import pytest
 from parallm.device.streams import DeviceStreams
 from parallm.learner.learner import Learner
 from parallm.learner.loss.objective import resolve_objective
-from parallm.learner.passes.batch import make_micro_batches
+from parallm.learner.passes.batch import MicroBatch, PlannedBatches, make_micro_batches
 from parallm.learner.passes.gradient import LoraWeights
 from parallm.learner.settings import LearnerSettings, Preset
 from parallm.model.adapters.adapter import Adapter
@@ -418,4 +418,13 @@ def test_a_micro_batch_is_built_when_it_is_asked_for(groups: list[TrajectoryGrou
     first = batches[0]
     assert list(batches._built) == [0]
     assert batches[0] is first
+    assert batches[-1] is batches[len(batches) - 1]
     assert [batch is first for batch in batches] == [True] + [False] * (len(batches) - 1)
+
+
+def test_an_error_of_a_micro_batch_is_not_taken_for_the_end_of_the_list() -> None:
+    def fail() -> MicroBatch:
+        raise IndexError("of what builds it")
+
+    with pytest.raises(IndexError, match="builds"):
+        list(PlannedBatches([fail]))

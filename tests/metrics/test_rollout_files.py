@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from parallm.errors import RolloutsDamaged, UnknownObject
-from parallm.metrics.rollout_files import MAX_WAITING, REST, Rests, RolloutFiles, steps_to_remove
+from parallm.metrics.rollout_files import MAX_REST, MAX_WAITING, REST, Rests, RolloutFiles, steps_to_remove
 from parallm.metrics.rollout_folder import RolloutFolder, file_name
-from parallm.metrics.rollout_format import encode
 from parallm.metrics.token_texts import TokenTexts
 from tests.metrics.test_rollout_format import STEP
 
@@ -165,20 +164,55 @@ def test_a_folder_that_does_not_exist_has_no_steps(tmp_path: Path) -> None:
     assert RolloutFolder(tmp_path / "none").listing().steps == []
 
 
-def test_the_writer_rests_between_completions_as_long_as_no_other_step_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, slept, may_rest = [0.0], list[float](), [True]
-    monkeypatch.setattr("parallm.metrics.rollout_files.time.perf_counter", lambda: clock[0])
-    monkeypatch.setattr("parallm.metrics.rollout_files.time.sleep", slept.append)
+@pytest.fixture
+def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The rests of a writer each of whose pieces takes 10 ms."""
+    found, clock = list[float](), itertools.count(step=0.005)
+    monkeypatch.setattr("parallm.metrics.rollout_files.time.thread_time", lambda: next(clock))
+    monkeypatch.setattr("parallm.metrics.rollout_files.time.sleep", found.append)
+    return found
+
+
+def test_rests_last_as_long_as_the_work_allows(slept: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    may_rest = [True]
     rests = Rests(lambda: may_rest[0])
+    rests()
+    assert slept == [pytest.approx(REST * 0.005)]
+    clock = iter((10.0, 10.0))
+    monkeypatch.setattr("parallm.metrics.rollout_files.time.thread_time", lambda: next(clock))
+    rests()
+    assert slept[1:] == [MAX_REST]
+    may_rest[0] = False
+    monkeypatch.setattr("parallm.metrics.rollout_files.time.thread_time", lambda: 11.0)
+    rests()
+    assert len(slept) == 2
 
-    def cut(rows: Sequence[Sequence[int]], rest: Callable[[], object]) -> list[list[str]]:
-        clock[0] += 0.25
-        rest()
-        return [list(letters([tokens])[0]) for tokens in rows]
 
-    encode(STEP, cut, rests)
-    assert slept[0] == 0.25 * REST
-    assert len(slept) > sum(len(group.trajectories) for group in STEP.groups)
-    may_rest[0], before = False, len(slept)
-    encode(STEP, cut, rests)
-    assert len(slept) == before
+def test_the_writer_rests_while_no_other_step_waits(make: Make, slept: list[float]) -> None:
+    begun, may_go_on = threading.Event(), threading.Event()
+
+    def slow(rows: Sequence[Sequence[int]]) -> list[str]:
+        begun.set()
+        may_go_on.wait(60)
+        return letters(rows)
+
+    def wait_for(files: RolloutFiles) -> int:
+        """How often the writer has rested until nothing waits."""
+        may_go_on.set()
+        while files._num_waiting:
+            threading.Event().wait(0.001)
+        number = len(slept)
+        slept.clear()
+        return number
+
+    files = make(decode=slow)
+    files.put(STEP)
+    assert wait_for(files) > sum(len(group.trajectories) for group in STEP.groups)
+    files.put(STEP)  # its tokens are known now
+    of_one = wait_for(files)
+    for event in (begun, may_go_on):
+        event.clear()
+    files.put(replace(STEP, step=8))
+    begun.wait(60)
+    files.put(replace(STEP, step=9))
+    assert wait_for(files) == of_one, "the last of two alone"

@@ -6,7 +6,7 @@ rectangles of similar lengths. Token ids are those that were sampled.
 Axes: M computed tokens, N completion tokens in the order of the rows, S completions of the step.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, count
@@ -105,9 +105,13 @@ class PlannedBatches(Sequence[MicroBatch]):
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[number] for number in range(*index.indices(len(self)))]
-        if index not in self._built:
-            self._built[index] = self._plan[index]()
-        return self._built[index]
+        place = range(len(self._plan))[index]
+        if place not in self._built:
+            self._built[place] = self._plan[place]()
+        return self._built[place]
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        return (self[index] for index in range(len(self)))  # `Sequence` would end at an IndexError of what builds one
 
     def replace(self, index: int, batch: MicroBatch) -> None:
         self._built[index] = batch
@@ -123,7 +127,8 @@ def make_micro_batches(
     packs: bool = True,
     takes_rows: bool = False,
 ) -> PlannedBatches:
-    """Split the step into passes of at most `budget` tokens, padding included, largest first; one run always fits.
+    """Split the step into passes of at most `budget` tokens, padding included, largest first; one run always fits. None
+    is built yet.
 
     Passes that run at the same time, one per stream, have similar sizes. Without `packs` every sample is its own pass.
     With `takes_rows` (`packing.takes_rows`) completions that are not long and equal are not padded to rectangles.

@@ -260,7 +260,7 @@ class LoraWeights:
         self._scaling = lora_scaling(adapter, model)
         self._widens = on_cuda() and adapter.dropout == 0
         self.lora = self._lora(self._arrays, self._scaling)
-        if not on_cuda():  # streams would wait for each other at each
+        if not on_cuda():  # else `queue` computes them; here the streams of a round would wait for each other at each
             mx.eval(self.lora.arrays())
 
     def queue(self) -> None:

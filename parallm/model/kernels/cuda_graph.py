@@ -198,19 +198,19 @@ def share_memory(ran: RanLaunches, last: Output, last_reader: Mapping[Output, in
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needed:
-    """What MLX evaluates for an array."""
+    """What MLX computes before it has a result; see `needed_for`."""
 
     arrays: frozenset[int]
-    """Identities of the arrays among some."""
+    """The `id` of each array in question that is needed."""
     operations: frozenset[str]
-    """Names."""
+    """The names of the operations that are."""
 
 
-def needed_for(array: mx.array, some: Sequence[mx.array]) -> Needed:
-    """What has to be evaluated for an array that is not."""
+def needed_for(result: mx.array, arrays: Sequence[mx.array]) -> Needed:
+    """Find which of `arrays` MLX needs for `result`, none of which is evaluated, and by which operations."""
     with TemporaryDirectory() as folder:
         path = Path(folder) / "graph.dot"
-        mx.export_to_dot(str(path), **{f"{PREFIX}{index}": one for index, one in enumerate(some)}, **{LAST: array})
+        mx.export_to_dot(str(path), **{f"{PREFIX}{index}": one for index, one in enumerate(arrays)}, **{LAST: result})
         text = path.read_text()
     before = defaultdict[str, list[str]](list)
     for source, reader in EDGE.findall(text):
@@ -221,7 +221,7 @@ def needed_for(array: mx.array, some: Sequence[mx.array]) -> Needed:
             found.add(node)
             waiting += before[node]
     return Needed(
-        arrays=frozenset(id(one) for index, one in enumerate(some) if one is array or f"{PREFIX}{index}" in found),
+        arrays=frozenset(id(one) for index, one in enumerate(arrays) if one is result or f"{PREFIX}{index}" in found),
         operations=frozenset(label for node, label in LABEL.findall(text) if node in found),
     )
 

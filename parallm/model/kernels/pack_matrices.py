@@ -46,6 +46,7 @@ class Matrix:
 def pack_matrices(matrices: Sequence[Matrix], dtype: mx.Dtype) -> mx.array:
     """The numbers of at most `MAX_MATRICES` matrices, one matrix after the other, (N,). They are multiplied by their
     factors in float32 and rounded once."""
+    assert all(matrix.array.dtype == mx.float32 for matrix in matrices)
     if not has_kernels():
         return mx.concatenate([_packed(matrix, dtype) for matrix in matrices])
     arrays, count = [matrix.array for matrix in matrices], len(matrices)

@@ -52,7 +52,7 @@ def _pairs(peers: PeerMemory, call: int, rows: int) -> list[tuple[mx.array, mx.a
         mx.where(is_zero_H, -0.0, _normal(1 + 100 * call + rank, SPLITS, rows, 1, HIDDEN)) for rank in range(peers.size)
     ]
     stream_B1H, weight_H = _normal(50 + 100 * call, rows, 1, HIDDEN), mx.ones(HIDDEN, HALF)
-    if call % 2:  # as before the first sum of a model
+    if call in (1, 3):  # of many rows and of one, as before the first sum of a model
         stream_B1H = stream_B1H.astype(HALF)
     sent = [parts_SB1H.sum(axis=0).astype(HALF) for parts_SB1H in parts]
     whole_B1H = sum(one.astype(mx.float32) for one in sent)

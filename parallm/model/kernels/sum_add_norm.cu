@@ -5,7 +5,6 @@
 // Outputs `sums` (B, H), the stream after it in float32, and `normed` (B, H).
 // T type of `weight`, of `normed` and of what ranks send, SPLITS parts, SIZE of H; a block has a row, each of its THREADS
 // a vector; RANKS, RANK, VECTORS, TURNS and EMPTY as in peer_sum.cuh.
-#include "dependent.cuh"
 #include "pack.cuh"
 #include "peer_words.cuh"
 #include "peer_sum.cuh"
@@ -25,7 +24,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     float values[P::size];
   };
   const int64_t vector = int64_t(blockIdx.x) * THREADS + threadIdx.x;
-  wait_for_inputs();
   Given given[SPLITS];  // on the way while the call's number is
 #pragma unroll
   for (int s = 0; s < SPLITS; s++) given[s] = reinterpret_cast<const Given*>(y)[int64_t(s) * rows * THREADS + vector];

@@ -62,7 +62,7 @@ class PackedLora:
 def pack_lora(
     arrays: Mapping[str, mx.array], scaling: LoraScaling, groups: Sequence[Targets], dtype: mx.Dtype
 ) -> PackedLora | None:
-    """An adapter's arrays as one version, evaluated. B has the scale, and zeros fill ranks up to `COLUMNS`.
+    """An adapter's arrays as one version, evaluated. B has the scale; ranks become multiples of `COLUMNS`.
 
     None where the kernels cannot serve it: DoRA, another type than the base's, a part of a group's targets, a target in
     no group, sizes that are no whole vectors.

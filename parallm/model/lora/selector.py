@@ -66,7 +66,8 @@ def training_lora(adapter: SingleLora, dropout: float, key: mx.array) -> LoraBin
 
 
 class LoraSelector:
-    """Chooses the binding of an engine's rows. Making one costs a multiplication per target, a stack costs a copy."""
+    """Chooses the binding of an engine's rows. A packed version costs a launch for each array, a stack a copy, others a
+    multiplication per target."""
 
     def __init__(self, model: SharedModel) -> None:
         self._model = model

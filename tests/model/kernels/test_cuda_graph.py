@@ -53,8 +53,8 @@ OWN = {"Subtract", "Negative", "Multiply", "Broadcast"}
 
 
 def launch(name: str, *inputs: mx.array, scalars: Sequence[Any] = ()) -> mx.array:
-    """What a function will give, on float32 numbers, and note it as MLX's launches are noted. Operations of MLX stand
-    for the kernel: `OWN`."""
+    """Build what a function gives for float32 numbers, and note it as launches are noted. Operations of MLX, those in
+    `OWN`, stand for the kernel."""
     first, *others = (array.reshape(-1) for array in inputs)
     if name == "add":
         output = mx.subtract(first, mx.subtract(mx.negative(others[0][: first.size]), float(sum(scalars))))

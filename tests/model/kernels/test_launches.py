@@ -637,7 +637,7 @@ def test_one_code_always_asks_for_the_same_shared_memory(launches: list[Launch])
     sizes: dict[tuple[str, Defines], set[int]] = {}
     for launch in launches:
         sizes.setdefault((launch.name, launch.defines), set()).add(launch.shared_memory)
-    assert {name for name, _ in sizes} == {"small_batch_gemm", "expand", "shrink"}
+    assert {name for name, _ in sizes} == {"small_batch_gemm", "expand", "shrink", "pack_matrices"}
     assert max(map(len, sizes.values())) == 1
 
 
