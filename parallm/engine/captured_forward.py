@@ -30,7 +30,7 @@ from parallm.model.shared_model import SharedModel
 MAX_STEPS = 512
 """Forms whose graphs are kept."""
 LORA_PART = 0.02
-"""Part of the device's memory for LoRA weights where graphs read them, of several forms; one form has any size."""
+"""Share of the device's memory for the LoRA weights that graphs read. A single form may take more."""
 FEW_ROWS = 4
 """Rows of a step that is captured in place of one of a single row, which goes through kernels of MLX."""
 
@@ -207,7 +207,7 @@ class CapturedForward:
         return self._weights[key]
 
     def _make_room(self, num_bytes: int) -> None:
-        """Give back the weights that were used longest ago, with their graphs, until so many bytes more are allowed."""
+        """Drop the least recently used weights and their graphs until `num_bytes` more fit in `LORA_PART`."""
         free = LORA_PART * device_memory() - sum(copy.nbytes for copy in self._weights.values()) - num_bytes
         while self._weights and free < 0:
             oldest, copy = self._weights.popitem(last=False)

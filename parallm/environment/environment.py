@@ -131,7 +131,7 @@ def is_multi_turn(environment: AnyEnvironment) -> TypeIs[MultiTurnEnvironment]:
 
 
 def is_stateful(environment: AnyEnvironment) -> TypeIs[StatefulEnvironment]:
-    """Whether its episodes have a state; as above."""
+    """Whether its episodes have a state."""
     return getattr(environment, "open", None) is not None
 
 

@@ -1,7 +1,7 @@
 """Writes the completions of each step beside the loop: `rollouts/step_000412.safetensors` in the run folder.
 
-The loop hands over what it has and goes on; a thread cuts texts, packs arrays and writes, unhurriedly while no other
-step waits. The trainer drives it.
+The loop hands over what it has and goes on; a thread cuts texts, packs arrays and writes, throttled while no other step
+waits. The trainer drives it.
 """
 
 import logging
@@ -20,9 +20,9 @@ from parallm.metrics.token_texts import TokenTexts
 FOLDER = "rollouts"
 MAX_WAITING = 4
 """Steps that wait for the thread; those beyond are dropped and counted."""
-REST, MAX_REST = 5.0, 0.1
-"""Seconds that the thread rests for each second that it has computed, and at once. Python runs one thread at a time: a
-writer without rest holds up the one that launches the next step's work, by 18 ms of 780 on an H200."""
+SLEEP_RATIO, MAX_SLEEP = 5.0, 0.1
+"""Seconds that the thread sleeps for each second of its own processor time, and the most at once. Python runs one
+thread at a time: a writer that never sleeps delays the thread that launches the next step's work."""
 MEMORY_BYTES = 32 * 1024 * 1024
 """Bytes of the newest files that stay in memory; the newest file stays in any case."""
 
@@ -42,16 +42,17 @@ class _GoOnAfter:
 _Work = StepRollouts | _Keep | _GoOnAfter
 
 
-class Rests:
-    """Called between short pieces of work, it sleeps `REST` times as long as the last one took, while `may_rest`."""
+class Throttle:
+    """Sleeps between two short pieces of a thread's work, in proportion to the first, while `is_idle`."""
 
-    def __init__(self, may_rest: Callable[[], bool]) -> None:
-        self._may_rest = may_rest
-        self._began = time.thread_time()  # without what it waits for Python's lock
+    def __init__(self, is_idle: Callable[[], bool]) -> None:
+        """`is_idle`: whether no other work waits for the thread."""
+        self._is_idle = is_idle
+        self._began = time.thread_time()  # unlike wall time, it does not run while the thread waits for Python's lock
 
     def __call__(self) -> None:
-        if self._may_rest():
-            time.sleep(min(REST * (time.thread_time() - self._began), MAX_REST))
+        if self._is_idle():
+            time.sleep(min(SLEEP_RATIO * (time.thread_time() - self._began), MAX_SLEEP))
         self._began = time.thread_time()
 
 
@@ -151,7 +152,7 @@ class RolloutFiles:
             self._write(work)
 
     def _write(self, rollouts: StepRollouts) -> None:
-        content = encode(rollouts, self._texts.cut, Rests(lambda: self._work.empty()))
+        content = encode(rollouts, self._texts.cut, Throttle(self._work.empty))
         if rollouts.is_kept:
             self._kept.add(rollouts.step)
         self._remember(rollouts.step, content)

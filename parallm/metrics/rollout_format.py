@@ -165,11 +165,11 @@ class RolloutFile:
 def encode(
     rollouts: StepRollouts,
     cut: Callable[[Sequence[Sequence[int]], Callable[[], object]], list[list[str]]],
-    rest: Callable[[], object] = lambda: None,
+    throttle: Callable[[], object] = lambda: None,
 ) -> bytes:
     """Return the file's content. `cut` returns the text of each token of each row; joined they are that of the row.
-    `rest` is called after each completion, and given to `cut`."""
-    cuts = iter(cut([trajectory.tokens for group in rollouts.groups for trajectory in group.trajectories], rest))
+    `throttle` is called after each completion, and given to `cut`."""
+    cuts = iter(cut([trajectory.tokens for group in rollouts.groups for trajectory in group.trajectories], throttle))
     rows: list[str] = []
     parts: dict[str, list[np.ndarray]] = {name: [] for name in KINDS}
     for place, group in enumerate(rollouts.groups):
@@ -180,9 +180,9 @@ def encode(
             for name, array in _token_arrays(trajectory, pieces, learned).items():
                 parts[name].append(array)
             completions.append(_completion_row(trajectory, "".join(pieces), learned))
-            rest()
+            throttle()
         rows.append(_to_json(_group_row(group, completions)))
-        rest()
+        throttle()
     lengths_S = [len(tokens) for tokens in parts["tokens"]]
     arrays = {name: _joined(parts[name], name) for name in KINDS if name != "offsets"}
     arrays["offsets"] = np.concatenate([[0], np.cumsum(lengths_S)]).astype(np.int64)

@@ -13,7 +13,7 @@ MAX_PENDING = 8
 """A character has at most 4 bytes, so more tokens without a complete one are not the beginning of any."""
 
 ROWS_AT_ONCE, TOKENS_AT_ONCE = 16, 512
-"""Rows, and new tokens, whose texts are found between two rests."""
+"""Rows, and new tokens, whose texts are found before `throttle` is called."""
 
 
 class _Known(dict[int, str]):
@@ -33,22 +33,22 @@ class TokenTexts:
         self._anchor: tuple[int, str] | None = None  # a token before others: some tokenizers drop a first space
         self._known = _Known()  # at most the vocabulary
 
-    def cut(self, rows: Sequence[Sequence[int]], rest: Callable[[], object] = lambda: None) -> list[list[str]]:
-        """Return one piece for each token of each row. `rest` is called after each small part of the
-        work."""
+    def cut(self, rows: Sequence[Sequence[int]], throttle: Callable[[], object] = lambda: None) -> list[list[str]]:
+        """Return one piece for each token of each row. `throttle` is called after each small
+        part of the work."""
         wholes, unknown = list[str](), set[int]()
         for start in range(0, len(rows), ROWS_AT_ONCE):
             wholes += self._decode(rows[start : start + ROWS_AT_ONCE])
-            rest()
+            throttle()
         for tokens in rows:
             unknown.update(filterfalse(self._known.__contains__, tokens[1:]))  # `difference` would walk all known ones
-            rest()
-        self._learn(list(unknown), rows, rest)
+            throttle()
+        self._learn(list(unknown), rows, throttle)
         firsts = self._decode([tokens[:1] for tokens in rows])
         pieces: list[list[str]] = []
         for row in zip(rows, firsts, wholes, strict=True):
             pieces.append(self._cut(*row))
-            rest()
+            throttle()
         return pieces
 
     def _cut(self, tokens: Sequence[int], first: str, whole: str) -> list[str]:
@@ -61,7 +61,7 @@ class TokenTexts:
             pieces = self._grown(tokens)
         return pieces if "".join(pieces) == whole else [*[""] * (len(tokens) - 1), whole]
 
-    def _learn(self, unknown: Sequence[int], rows: Sequence[Sequence[int]], rest: Callable[[], object]) -> None:
+    def _learn(self, unknown: Sequence[int], rows: Sequence[Sequence[int]], throttle: Callable[[], object]) -> None:
         """Remember the texts of tokens after other text, as far as they do not depend on it."""
         if unknown and self._anchor is None:
             alone = ((token, self._text([token])) for tokens in rows for token in tokens)
@@ -72,7 +72,7 @@ class TokenTexts:
                 some = unknown[start : start + TOKENS_AT_ONCE]
                 texts = self._decode([[before, token] for token in some])
                 self._known.update({token: text[len(before_text) :] for token, text in zip(some, texts, strict=True)})
-                rest()
+                throttle()
 
     def _text(self, tokens: Sequence[int]) -> str:
         return self._decode([tokens])[0]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from parallm.errors import RolloutsDamaged, UnknownObject
-from parallm.metrics.rollout_files import MAX_REST, MAX_WAITING, REST, Rests, RolloutFiles, steps_to_remove
+from parallm.metrics.rollout_files import MAX_SLEEP, MAX_WAITING, SLEEP_RATIO, RolloutFiles, Throttle, steps_to_remove
 from parallm.metrics.rollout_folder import RolloutFolder, file_name
 from parallm.metrics.token_texts import TokenTexts
 from tests.metrics.test_rollout_format import STEP
@@ -166,29 +166,31 @@ def test_a_folder_that_does_not_exist_has_no_steps(tmp_path: Path) -> None:
 
 @pytest.fixture
 def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The rests of a writer each of whose pieces takes 10 ms."""
+    """The sleeps of a writer each of whose pieces takes 5 ms."""
     found, clock = list[float](), itertools.count(step=0.005)
     monkeypatch.setattr("parallm.metrics.rollout_files.time.thread_time", lambda: next(clock))
     monkeypatch.setattr("parallm.metrics.rollout_files.time.sleep", found.append)
     return found
 
 
-def test_rests_last_as_long_as_the_work_allows(slept: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
-    may_rest = [True]
-    rests = Rests(lambda: may_rest[0])
-    rests()
-    assert slept == [pytest.approx(REST * 0.005)]
+def test_a_throttled_thread_sleeps_in_proportion_to_its_work(
+    slept: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_idle = [True]
+    throttle = Throttle(lambda: is_idle[0])
+    throttle()
+    assert slept == [pytest.approx(SLEEP_RATIO * 0.005)]
     clock = iter((10.0, 10.0))
     monkeypatch.setattr("parallm.metrics.rollout_files.time.thread_time", lambda: next(clock))
-    rests()
-    assert slept[1:] == [MAX_REST]
-    may_rest[0] = False
+    throttle()
+    assert slept[1:] == [MAX_SLEEP]
+    is_idle[0] = False
     monkeypatch.setattr("parallm.metrics.rollout_files.time.thread_time", lambda: 11.0)
-    rests()
+    throttle()
     assert len(slept) == 2
 
 
-def test_the_writer_rests_while_no_other_step_waits(make: Make, slept: list[float]) -> None:
+def test_the_writer_is_throttled_while_no_other_step_waits(make: Make, slept: list[float]) -> None:
     begun, may_go_on = threading.Event(), threading.Event()
 
     def slow(rows: Sequence[Sequence[int]]) -> list[str]:
@@ -197,7 +199,7 @@ def test_the_writer_rests_while_no_other_step_waits(make: Make, slept: list[floa
         return letters(rows)
 
     def wait_for(files: RolloutFiles) -> int:
-        """How often the writer has rested until nothing waits."""
+        """How often the writer has slept until nothing waits."""
         may_go_on.set()
         while files._num_waiting:
             threading.Event().wait(0.001)

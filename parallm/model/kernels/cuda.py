@@ -162,7 +162,7 @@ def _finds_modules() -> bool:
         return False
     ones = mx.ones((THREADS_OF_PROBE * VECTOR_BYTES // 4,))
     sizes = {"grid": (THREADS_OF_PROBE, 1, 1), "threadgroup": (THREADS_OF_PROBE, 1, 1)}
-    captured = _captured.set(None)  # whoever captures what is launched now did not ask for it
+    captured = _captured.set(None)  # this launch is no part of the forward that is being captured
     try:
         outputs = Kernel("swiglu", token, 0, True)(
             [ones, ones], [ones.size], **sizes, output_shapes=[ones.shape], output_dtypes=[ones.dtype]

@@ -91,18 +91,14 @@ def capture(forward: Callable[[], mx.array], arena: Arena, given: Collection[int
     last = ran.output_at(ran.computed)
     if last is None or last.size != ran.computed.nbytes:
         raise NotCaptured("no kernel writes the result and nothing else")
-    last_reader = ran.last_readers(last)
-    used = [index for index, outputs in enumerate(ran.outputs) if any(output in last_reader for output in outputs)]
-    if ran.constants(used) != again.constants(used):
+    if ran.constants() != again.constants():
         raise NotCaptured("a kernel reads what was made anew outside of our kernels, such as a copy of a view")
-    offsets, size = share_memory(ran, last, last_reader)
+    offsets, size = share_memory(ran, last, ran.last_readers(last))
     memory, result = arena.memory(max(1, size)), mx.zeros(ran.computed.shape, ran.computed.dtype)
     base, result_address = (address or 0 for address in addresses([memory, result]))
     starts = {output: base + offset for output, offset in offsets.items()} | {last: result_address}
-    nodes = []
-    for one in (ran.launches[index] for index in used):
-        nodes.append(_node(one, [ran.moved(array, starts) for array in (*one.inputs, *one.outputs)]))
-    kept = [array for index in used for array in ran.constant_inputs(index) if ran.address(array) not in given]
+    nodes = [_node(one, [ran.moved(array, starts) for array in (*one.inputs, *one.outputs)]) for one in ran.launches]
+    kept = [array for one in ran.launches for array in ran.constant_inputs(one) if ran.address(array) not in given]
     return Capture(nodes=nodes, result=result, kept=[memory, *{id(array): array for array in kept}.values()])
 
 
@@ -130,16 +126,17 @@ class RanLaunches:
         self._sorted = sorted((one for outputs in self.outputs for one in outputs), key=lambda output: output.start)
         self._starts = [output.start for output in self._sorted]
 
-    def constant_inputs(self, index: int) -> list[mx.array]:
+    def constant_inputs(self, launch: Launch) -> list[mx.array]:
         """The inputs of a launch that no launch has written."""
-        return [array for array in self.launches[index].inputs if self.output_at(array) is None]
+        return [array for array in launch.inputs if self.output_at(array) is None]
 
-    def constants(self, indices: Sequence[int]) -> list[object]:
+    def constants(self) -> list[object]:
         """The kernels, scalars, and addresses of inputs that no launch has written: alike in each run of a forward that
         can be captured."""
-        chosen = [self.launches[index] for index in indices if index < len(self.launches)]
-        addresses = [[self.address(array) for array in self.constant_inputs(index)] for index in indices[: len(chosen)]]
-        return [[(one.kernel, list(one.scalars), one.grid) for one in chosen], addresses, len(self.launches)]
+        return [
+            (one.kernel, list(one.scalars), one.grid, [self.address(array) for array in self.constant_inputs(one)])
+            for one in self.launches
+        ]
 
     def address(self, array: mx.array) -> int:
         """Raises NotCaptured."""
@@ -156,18 +153,12 @@ class RanLaunches:
         return output if output is not None and address < output.start + output.size else None
 
     def last_readers(self, last: Output) -> dict[Output, int]:
-        """The outputs that `last` needs, and all others of their launches. Each has the index of the launch that reads
-        it last, or that wrote it if none reads it."""
-        readers = {last: len(self.launches)}
-        for index in reversed(range(len(self.launches))):
-            if not any(output in readers for output in self.outputs[index]):
-                continue
-            for output in self.outputs[index]:
-                readers.setdefault(output, index)
-            for array in self.launches[index].inputs:
-                if output_read := self.output_at(array):
-                    readers.setdefault(output_read, index)
-        return readers
+        """All outputs, each with the index of the launch that reads it last, or that wrote it if none reads it. The
+        caller reads `last` after all launches."""
+        readers = {output: index for index, outputs in enumerate(self.outputs) for output in outputs}
+        for index, one in enumerate(self.launches):
+            readers |= {output: index for array in one.inputs if (output := self.output_at(array))}
+        return readers | {last: len(self.launches)}
 
     def moved(self, array: mx.array, starts: Mapping[Output, int]) -> int:
         """The address of an array if outputs begin at `starts`."""
@@ -183,7 +174,7 @@ def share_memory(ran: RanLaunches, last: Output, last_reader: Mapping[Output, in
     size = 0
     for index, outputs in enumerate(ran.outputs):
         for output in outputs:
-            if output not in last_reader or output is last:
+            if output is last:
                 continue
             start = 0
             for other in sorted(taken, key=offsets.__getitem__):
@@ -198,7 +189,7 @@ def share_memory(ran: RanLaunches, last: Output, last_reader: Mapping[Output, in
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needed:
-    """What MLX computes before it has a result; see `needed_for`."""
+    """The arrays and operations that a result depends on; see `needed_for`."""
 
     arrays: frozenset[int]
     """The `id` of each array in question that is needed."""

@@ -12,10 +12,10 @@ from parallm.model.kernels.cuda import MIN_ON_DEVICE, kernel
 POLLS = 100_000_000
 """Looks at the counter, a microsecond each, before the process is given up."""
 SHARED_BYTES = 6000
-"""Unused. A processor divides its memory into cache and shared memory by what a kernel asks for, and cannot divide it
-anew before that kernel ends. So many bytes, for as many blocks as fit, are all of it: beside a kernel that asked for
-none, a product whose blocks each need a processor takes a fifth longer (8B, 32 rows, H200). With those of a product
-they are less than a processor has."""
+"""Shared memory that the kernel asks for and does not use. CUDA splits an SM's memory into L1 cache and shared memory
+(the carveout) for the kernels on it, and cannot change the split before they end. Beside a kernel that asks for none,
+an SM has no room for a block of `small_batch_gemm`, and steps of large models take longer. This size makes all of the
+memory shared, and leaves room for such a block."""
 
 
 def wait_until(counter: int, awaited: int) -> mx.array:
