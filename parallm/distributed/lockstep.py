@@ -114,6 +114,7 @@ class LeadingEngine(Engine):
             report=report,
             async_scheduling=async_scheduling,
         )
+        self._preparations = self._led(self._preparations)
 
     def add(self, request: GenerationRequest, is_streaming: bool) -> None:
         if request.switches_in_flight:
@@ -169,6 +170,18 @@ class LeadingEngine(Engine):
         with self._sent("fail", traffic):
             super().fail(traffic, error)
 
+    def _led(self, preparations: Iterator[int]) -> Iterator[int]:
+        """The same, each of which the followers make, too."""
+        prepared: int | None = 0
+        while prepared is not None:
+            try:
+                with self._sent("prepare"), self._channel.guarded("a preparation", Future()):
+                    prepared = next(preparations, None)
+            finally:
+                self._is_in_call = False  # no `fail` follows an error
+            if prepared is not None:
+                yield prepared
+
     @contextmanager
     def _sent(self, name: str, *arguments: Any) -> Iterator[None]:
         """Send a call before the block makes it; nothing for calls that an engine makes of itself."""
@@ -223,6 +236,10 @@ class FollowingEngine(Engine):
         """No: rank 0 says when."""
         return False
 
+    def prepare(self) -> bool:
+        """Nothing: rank 0 says when."""
+        return False
+
     def follow(self, content: bytes) -> None:
         """Make a call of rank 0. Raises WorkersDiffer if the engines are not alike, or only this one fails."""
         name, arguments, checksum, adapter, held = self._reader.read(content)
@@ -236,6 +253,10 @@ class FollowingEngine(Engine):
             self._fail_alike(*arguments)
             return
         self._check_last()
+        if name == "prepare":
+            with self._channel.guarded("a preparation", Future()):
+                super().prepare()
+            return
         try:
             with self._channel.guarded(f"a {name}", Future()):
                 getattr(self, name)(*arguments)

@@ -1,6 +1,8 @@
 """Decode steps over pages as CUDA graphs: the trunk of a model, captured for each number of rows, width of tables and
 form of LoRA.
 
+Ranks of a divided model capture the same forms in the same steps, because a step that is captured sums.
+
 What differs from step to step is copied to where the captured kernels read it: tokens, lengths, tables, the versions of
 rows, and their LoRA weights when they change. Pools that have grown get new graphs of what was captured.
 
@@ -10,8 +12,9 @@ Axes: B rows, N pages of a table, H hidden.
 import logging
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import mlx.core as mx
 
@@ -30,10 +33,12 @@ from parallm.model.shared_model import SharedModel
 MAX_STEPS = 512
 """Forms whose graphs are kept."""
 LORA_PART = 0.02
-"""Share of the device's memory for the LoRA weights that graphs read. A single form may take more."""
+"""Share of the device's memory for the LoRA weights that graphs read. A single form may take more. The smallest device
+of a divided model counts, so that all its ranks drop the same forms."""
 FEW_ROWS = 4
 """Rows of a step that is captured in place of one of a single row, which goes through kernels of MLX."""
 
+Part = TypeVar("Part")
 LoraForm = tuple[PackedLayout, int, tuple[int, ...]]
 StepForm = tuple[int, int, LoraForm | None]
 """Rows, width of tables, and layout, number of versions and shape of the order of LoRA."""
@@ -95,6 +100,8 @@ class CapturedForward:
         self.min_rows = FEW_ROWS
         """Rows of the smallest step that may be captured, as far as is known; 1 where steps of few rows cannot be."""
         self._model = model
+        self._smallest: Callable[[int], int] = int if model.parallel is None else model.parallel.smallest
+        self._max_lora_bytes = LORA_PART * self._smallest(device_memory())
         self._arena = Arena()
         self._pools = Pools()
         self._steps: OrderedDict[StepForm, CapturedStep | None] = OrderedDict()  # those used last come last
@@ -105,6 +112,7 @@ class CapturedForward:
             self._stream = GraphStream()
         except (CudaError, OSError) as error:
             self._give_up(FEW_ROWS, error)
+        self._stream = self._agreed(FEW_ROWS, self._stream)
 
     def __call__(
         self,
@@ -162,15 +170,16 @@ class CapturedForward:
         self, rows: int, width: int, pools: Sequence[mx.array], lora: SegmentedLora | None
     ) -> CapturedStep | None:
         """None where the steps of a form can never be captured; raises where memory is short now."""
+        step: CapturedStep | None = None
         try:
-            return self._capture(rows, width, pools, lora)
+            step = self._capture(rows, width, pools, lora)
         except NotCaptured as error:
             self._give_up(rows, error)
         except CudaError as error:
             if is_out_of_memory(error):
                 raise
             self._give_up(rows, error)
-        return None
+        return self._agreed(rows, step)
 
     def _capture(self, rows: int, width: int, pools: Sequence[mx.array], lora: SegmentedLora | None) -> CapturedStep:
         """Runs the step twice, for rows of length 0: it writes to the scratch page alone."""
@@ -208,12 +217,20 @@ class CapturedForward:
 
     def _make_room(self, num_bytes: int) -> None:
         """Drop the least recently used weights and their graphs until `num_bytes` more fit in `LORA_PART`."""
-        free = LORA_PART * device_memory() - sum(copy.nbytes for copy in self._weights.values()) - num_bytes
+        free = self._max_lora_bytes - sum(copy.nbytes for copy in self._weights.values()) - num_bytes
         while self._weights and free < 0:
             oldest, copy = self._weights.popitem(last=False)
             free += copy.nbytes
             for form in [form for form in self._steps if form[2] is not None and form[2][:2] == oldest]:
                 del self._steps[form]
+
+    def _agreed(self, rows: int, own: Part | None) -> Part | None:
+        """What this rank has, if all ranks have theirs."""
+        if self._smallest(own is not None):
+            return own
+        if own is not None:
+            self._give_up(rows, NotCaptured("another rank cannot capture them"))
+        return None
 
     def _give_up(self, rows: int, error: Exception) -> None:
         """Say once why the steps of a form are not captured."""

@@ -50,7 +50,7 @@ class PagedDecodeBatch:
         pool: BlockPool,
         layers: Callable[[], Ordered[Pool]],
         compiled: CompiledForward | None,
-        captured: CapturedForward | None,
+        captured: CapturedForward,
     ) -> None:
         """`layers` gives the pools, with all pages that were allocated."""
         self.sequences: list[Sequence] = []
@@ -129,7 +129,7 @@ class PagedDecodeBatch:
         if not self.reserve(0):
             raise RuntimeError("no page is free for a step that was scheduled")
         running, num_tokens = self.sequences[:num_running], len(tokens_B)
-        min_rows = self._captured.min_rows if self._captured and self._may_be_captured else 1
+        min_rows = self._captured.min_rows if self._may_be_captured else 1
         num_fillers = row_bucket(max(num_tokens, min_rows)) - num_tokens
         lengths = [sequence.num_cached for sequence in running]
         tables_BN, lengths_B = self._indices.arrays(lengths, num_fillers, self._pool.page)
@@ -145,7 +145,7 @@ class PagedDecodeBatch:
     def _hidden(self, tokens_B: mx.array, lora: LoraBinding | None) -> mx.array:
         layers = self._layers()
         pools = [array for layer in layers for array in layer]
-        if self._captured and (lora is None or isinstance(lora, SegmentedLora)):
+        if lora is None or isinstance(lora, SegmentedLora):
             tables_BN, lengths_B = self._metadata.slots_B, self._metadata.lengths_B
             hidden_BH = self._captured(tokens_B, lengths_B, tables_BN, pools, lora)
             if hidden_BH is not None:

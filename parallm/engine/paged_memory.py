@@ -52,8 +52,7 @@ class PagedMemory:
         self._uses_cache = settings.prefix_cache
         self._page_bytes = PAGE * cost.per_token
         self._compiled = CompiledForward(model, PagedCache)
-        # ranks of a divided model would have to capture a step, which sums, at the same moment
-        self._captured = CapturedForward(model) if model.parallel is None else None
+        self._captured = CapturedForward(model)
         # a page more than its tokens need, which is the scratch page
         self.budget = KvBudget(settings, cost, lambda num_tokens: (num_pages(num_tokens + 1) + 1) * self._page_bytes)
         # no more than all rows of all classes can fill
@@ -101,13 +100,12 @@ class PagedMemory:
         compile it where that cannot be; yields the number of rows. Building a graph of 32 layers takes Python 20 ms."""
         spare = make_pools(self._model, 1)  # until there are others
         widths = table_widths(min(self._max_context, self.budget.limit // self.budget.cost.per_token))
-        if self._captured and self._captured.prepare(FEW_ROWS, widths[0], _arrays(self._layers or spare), None):
+        if self._captured.prepare(FEW_ROWS, widths[0], _arrays(self._layers or spare), None):
             yield FEW_ROWS
-        min_rows = self._captured.min_rows if self._captured else 1
-        all_rows = sorted({row_bucket(rows) for rows in range(min_rows, self.budget.max_rows + 1)})
+        all_rows = sorted({row_bucket(rows) for rows in range(self._captured.min_rows, self.budget.max_rows + 1)})
         for rows, width in sorted(product(all_rows, widths), key=prod):
             pools = _arrays(self._layers or spare)
-            if self._captured and self._captured.prepare(rows, width, pools, None):
+            if self._captured.prepare(rows, width, pools, None):
                 yield rows
                 continue
             metadata, lengths_B = AttentionMetadata(), mx.zeros(rows, mx.int32)

@@ -104,6 +104,12 @@ class TensorParallel:
         output_BTH = whole_BTH.astype(y_BTH.dtype)
         return FusedAdd(output_BTH, lambda stream: (whole_BTH + stream).astype(y_BTH.dtype), parts_SBTH, kernel)
 
+    def smallest(self, number: int) -> int:
+        """The smallest of the numbers of all ranks, which all call this in the same order."""
+        return int(
+            mx.distributed.all_min(mx.array(number, mx.int64), group=self.ranks.group, stream=self.stream).item()
+        )
+
     def _part(self, array: mx.array, axis: int) -> mx.array:
         parts: list[mx.array] = mx.split(array, self.ranks.group.size(), axis=axis)
         return mx.contiguous(parts[self.ranks.group.rank()])

@@ -194,6 +194,15 @@ def workers(tmp_path: Path) -> Iterator[Callable[[str], Workers]]:
         one.end()
 
 
+def ring(folder: Path, size: int) -> list[dict[str, str]]:
+    """The environment of each rank."""
+    ports, hosts = free_ports(size), folder / "hosts.json"
+    hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in ports]))
+    known = [str(ROOT), str(ROOT / "scripts"), os.environ.get("PYTHONPATH", "")]
+    usual = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, known)), "MLX_HOSTFILE": str(hosts)}
+    return [usual | {"MLX_RANK": str(rank)} for rank in range(size)]
+
+
 def free_ports(count: int) -> list[int]:
     sockets = [socket.socket() for _ in range(count)]
     try:

@@ -1,7 +1,7 @@
 """An engine that follows another one, call for call: the same tokens, in the same units, with nothing but messages."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -16,6 +16,7 @@ from parallm.device.streams import DeviceStreams
 from parallm.distributed.calls import CallReader, CallWriter
 from parallm.distributed.lockstep import FollowingEngine, LeadingEngine
 from parallm.engine.settings import EngineSettings
+from parallm.engine.slot_memory import SlotMemory
 from parallm.errors import ConfigError, ExchangeFailed, UnknownModel, WorkersDiffer
 from parallm.model.adapters.adapter import Adapter, make_adapter
 from parallm.model.adapters.initial import initial_arrays
@@ -240,6 +241,45 @@ def test_an_error_of_one_alone_stops_all(pair: Callable[..., Pair], monkeypatch:
     both.leader.step("serving")
     with pytest.raises(WorkersDiffer, match="a step has failed at rank 1 and not at rank 0"):
         both.follow()
+
+
+def test_what_is_prepared_in_idle_moments_is_prepared_by_all(
+    pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+
+    def compilations(memory: object) -> Iterator[int]:
+        for count in (4, 8):
+            made.append(f"{'leader' if memory is both.leader.memory else 'follower'} {count}")
+            yield count
+
+    monkeypatch.setattr(SlotMemory, "compilations", compilations)
+    both = pair()
+    assert not both.follower.prepare(), "of itself"
+    for count in (4, 8):
+        assert both.leader.prepare()
+        both.follow()
+        assert made[-2:] == [f"leader {count}", f"follower {count}"]
+    assert not both.leader.prepare()
+    both.follow()
+    assert not both.leader.prepare()
+    assert not both.sent, "nothing is left"
+    both.leader.add(request("a", 9, 5), False)
+    both.units()
+    assert ("a", 0) in tokens_of(both.events)
+
+
+def test_an_error_of_a_preparation_ends_no_request(pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch) -> None:
+    def compilations(_: object) -> Iterator[int]:
+        yield 1 // 0
+
+    monkeypatch.setattr(SlotMemory, "compilations", compilations)
+    both = pair()
+    assert not both.leader.prepare()
+    both.leader.add(request("a", 9, 5), False)
+    both.units()
+    assert ("a", 0) in tokens_of(both.events)
+    assert both.failures == []
 
 
 def test_memory_that_runs_out_stops_all(pair: Callable[..., Pair]) -> None:

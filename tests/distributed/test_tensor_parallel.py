@@ -35,7 +35,7 @@ from parallm.model.tensor_parallel import Ranks, TensorParallel
 from parallm.run.serve import checked, open_serving
 from parallm.server.operation.http_server import Listener
 from tests import conftest
-from tests.distributed.conftest import ROOT, free_ports
+from tests.distributed.conftest import ROOT, free_ports, ring
 from tests.distributed.rank_logits import adapter_of, logits_of, settings_of, weights_of
 from tests.model.lora.test_segmented import random_versions
 from tests.tiny_models import write_model
@@ -61,14 +61,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
     made["llama-4"] = tmp_path_factory.mktemp("llama-4") / "model"
     convert(str(made["llama"]), str(made["llama-4"]), quantize=True, q_bits=4, q_group_size=32)
     return made
-
-
-def ring(folder: Path, size: int) -> list[dict[str, str]]:
-    """The environment of each rank."""
-    ports, hosts = free_ports(size), folder / "hosts.json"
-    hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in ports]))
-    usual = os.environ | {"PYTHONPATH": str(ROOT), "MLX_HOSTFILE": str(hosts)}
-    return [usual | {"MLX_RANK": str(rank)} for rank in range(size)]
 
 
 def logits_of_two_ranks(tmp_path: Path, cases: Sequence[str]) -> Mapping[str, np.ndarray]:

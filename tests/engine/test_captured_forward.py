@@ -33,6 +33,8 @@ from tests.engine.test_kernel_list import SHAPE, launched
 
 __all__ = ["launched"]
 QUANTIZED = {"quantization": {"group_size": 64, "bits": 4}}
+WHOLE: Any = SimpleNamespace(parallel=None)
+"""Stands in for a model whose forward is never built."""
 WIDER = {"hidden_size": 256, "intermediate_size": 512}
 
 
@@ -179,7 +181,6 @@ def test_steps_of_these_models_launch_kernels_of_ours_alone(
 
 @pytest.mark.parametrize("bits", [{}, QUANTIZED], ids=["dense", "quantized"])
 def test_steps_of_a_divided_model_launch_kernels_of_ours_alone(bits: dict[str, Any], noted: None) -> None:
-    """So graphs could replay them; see `PagedMemory`."""
     shape = SHAPE | WIDER | {"hidden_size": 512, "num_attention_heads": 4, "rope_theta": 10000.0} | bits
     peers = PeerMemory(rank=0, size=2, addresses=mx.zeros(4, mx.uint64))
     ranks = Ranks(group=mx.distributed.init(), peers=peers)
@@ -197,7 +198,7 @@ def test_steps_of_a_divided_model_launch_kernels_of_ours_alone(bits: dict[str, A
 
 
 def test_a_form_is_captured_once(driver: Driver, pools: list[mx.array]) -> None:
-    captured = CapturedForward(None)  # type: ignore[arg-type]  # its forward is never built
+    captured = CapturedForward(WHOLE)
     for rows in (4, 8, 4):
         hidden_BH = call(captured, pools, rows)
         assert hidden_BH is not None
@@ -207,7 +208,7 @@ def test_a_form_is_captured_once(driver: Driver, pools: list[mx.array]) -> None:
 
 
 def test_grown_pools_get_new_graphs_and_are_not_kept(driver: Driver, pools: list[mx.array]) -> None:
-    captured = CapturedForward(None)  # type: ignore[arg-type]
+    captured = CapturedForward(WHOLE)
     call(captured, pools)
     grown = [mx.zeros((2, 2)), mx.zeros((2, 2))]
     call(captured, grown)
@@ -215,11 +216,31 @@ def test_grown_pools_get_new_graphs_and_are_not_kept(driver: Driver, pools: list
     assert (len(driver.captures), driver.launches) == (1, [0, 1, 1])
 
 
+@pytest.mark.parametrize("refused", [0, 1], ids=["its stream", "a form"])
+def test_a_form_that_another_rank_cannot_capture_is_captured_nowhere(
+    driver: Driver, pools: list[mx.array], refused: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    others, told = iter([10**9, *(int(place != refused) for place in range(3))]), list[int]()
+
+    def smallest(number: int) -> int:
+        told.append(int(number))
+        return min(number, next(others))
+
+    model: Any = SimpleNamespace(parallel=SimpleNamespace(smallest=smallest))
+    with caplog.at_level(logging.INFO):
+        captured = CapturedForward(model)
+        found = [call(captured, pools, rows) is not None for rows in (4, 8, 4)]
+    assert found == ([False, True, False] if refused else [False] * 3)
+    assert told[1:] == ([1, 1, 1] if refused else [1]), "each form is agreed on once"
+    assert captured.min_rows == 1
+    assert "another rank cannot capture them" in caplog.text
+
+
 def test_lora_weights_are_copied_when_they_change(
     driver: Driver, pools: list[mx.array], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(captured_forward, "replace", lambda one, **new: type(one)(**(vars(one) | new)))
-    captured, layout = CapturedForward(None), object()  # type: ignore[arg-type]
+    captured, layout = CapturedForward(WHOLE), object()
     versions = [Weights(layout, (mx.full(3, float(number)),)) for number in (1, 2)]
     order = mx.zeros((4, 2), mx.int32)
     for place, expected in ((0, 1.0), (1, 2.0), (0, 1.0)):
@@ -249,7 +270,7 @@ def test_what_cannot_be_captured_is_tried_and_told_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     refuse(driver, monkeypatch, error)
-    captured = CapturedForward(None)  # type: ignore[arg-type]
+    captured = CapturedForward(WHOLE)
     with caplog.at_level(logging.INFO):
         found = [(call(captured, pools, rows), captured.min_rows) for rows in (64, 4, 4)]
     assert found == [(None, 4), (None, 1), (None, 1)], "many rows may go through MLX's products"
@@ -263,7 +284,7 @@ def test_what_memory_was_short_for_is_tried_again(
     error: Exception, driver: Driver, pools: list[mx.array], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refuse(driver, monkeypatch, error)
-    captured = CapturedForward(None)  # type: ignore[arg-type]
+    captured = CapturedForward(WHOLE)
     for _ in range(2):
         with pytest.raises(type(error)):
             call(captured, pools)
@@ -275,14 +296,14 @@ def test_without_a_driver_nothing_is_captured(monkeypatch: pytest.MonkeyPatch, p
         raise OSError("libcuda.so.1: cannot open shared object file")
 
     monkeypatch.setattr(captured_forward, "GraphStream", fail)
-    captured = CapturedForward(None)  # type: ignore[arg-type]
+    captured = CapturedForward(WHOLE)
     assert (call(captured, pools), captured.min_rows) == (None, 1)
 
 
 def test_grown_pools_without_a_graph_leave_the_step_as_it_was(
     driver: Driver, pools: list[mx.array], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    captured = CapturedForward(None)  # type: ignore[arg-type]
+    captured = CapturedForward(WHOLE)
     call(captured, pools)
     (step,) = captured._steps.values()
     assert step is not None
@@ -305,7 +326,7 @@ def test_grown_pools_without_a_graph_leave_the_step_as_it_was(
 def test_after_a_failure_counters_begin_anew(
     failing: str, driver: Driver, pools: list[mx.array], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    captured = CapturedForward(None)  # type: ignore[arg-type]
+    captured = CapturedForward(WHOLE)
     call(captured, pools)
 
     def fail(*_: object) -> None:
@@ -327,7 +348,7 @@ def test_graphs_of_forms_that_nobody_uses_are_given_up(
     driver: Driver, pools: list[mx.array], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(captured_forward, "MAX_STEPS", 2)
-    captured = CapturedForward(None)  # type: ignore[arg-type]
+    captured = CapturedForward(WHOLE)
     for rows in (4, 8, 4, 16, 4, 8):
         call(captured, pools, rows)
     assert len(driver.captures) == 4
@@ -344,7 +365,7 @@ def loras(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> list[Lora]:
 def test_weights_of_forms_that_nobody_uses_are_given_back_with_their_graphs(
     driver: Driver, pools: list[mx.array], loras: list[Lora]
 ) -> None:
-    captured = CapturedForward(None)  # type: ignore[arg-type]
+    captured = CapturedForward(WHOLE)
     first, second, third = loras
     for lora in (first, second, first, None, third, first, None):
         call(captured, pools, lora=lora)
@@ -358,7 +379,7 @@ def test_weights_of_forms_that_nobody_uses_are_given_back_with_their_graphs(
 def test_room_is_made_before_it_is_needed(
     driver: Driver, pools: list[mx.array], loras: list[Lora], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    captured = CapturedForward(None)  # type: ignore[arg-type]
+    captured = CapturedForward(WHOLE)
     for lora in loras[:2]:
         call(captured, pools, lora=lora)
 
@@ -369,7 +390,7 @@ def test_room_is_made_before_it_is_needed(
     monkeypatch.setattr(captured_forward, "PackedCopy", fail)
     with pytest.raises(MemoryError):
         call(captured, pools, lora=loras[2])
-    monkeypatch.setattr(captured_forward, "device_memory", lambda: 0)
+    captured._max_lora_bytes = 0
     with pytest.raises(AssertionError):  # all have gone, but the new one would be there, whatever its size
         call(captured, pools, lora=loras[2])
     assert not captured._weights

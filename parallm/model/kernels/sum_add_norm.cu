@@ -5,6 +5,7 @@
 // Outputs `sums` (B, H), the stream after it in float32, and `normed` (B, H).
 // T type of `weight`, of `normed` and of what ranks send, SPLITS parts, SIZE of H; a block has a row, each of its THREADS
 // a vector; RANKS, RANK, VECTORS, TURNS and EMPTY as in peer_sum.cuh.
+#include "dependent.cuh"
 #include "pack.cuh"
 #include "peer_words.cuh"
 #include "peer_sum.cuh"
@@ -23,6 +24,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   struct alignas(16) Stream {
     float values[P::size];
   };
+  const P factors = reinterpret_cast<const P*>(weight)[threadIdx.x];
+  wait_for_inputs();
   const int64_t vector = int64_t(blockIdx.x) * THREADS + threadIdx.x;
   Given given[SPLITS];  // on the way while the call's number is
 #pragma unroll
@@ -38,7 +41,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   }
   send(memory, vector, call, own);
   const Before before = reinterpret_cast<const Before*>(other)[vector];  // on the way while others send
-  const P factors = reinterpret_cast<const P*>(weight)[threadIdx.x];
   empty(memory, vector, call);
   float total[P::size];
   receive(memory, vector, call, own, total);
