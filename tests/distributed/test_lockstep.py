@@ -162,17 +162,17 @@ def test_events_are_held_alike(pair: Callable[..., Pair]) -> None:
 
 def test_preemptions_are_alike(pair: Callable[..., Pair]) -> None:
     both = pair(kv_cache_bytes=5 * 96 * 512, max_context=256)
-    for place in range(8):
-        both.leader.add(request(f"r{place}", 40 + place % 2, 30 + place, temperature=1.0, seed=place), False)
+    for place in range(12):
+        both.leader.add(request(f"r{place}", 45 + place % 2, 25 + place, temperature=1.0, seed=place), False)
     both.units()
     assert both.leader.scheduler.num_preempted > 0
-    assert len(tokens_of(both.events)) == 8
+    assert len(tokens_of(both.events)) == 12
 
 
 def test_cached_prefixes_are_alike(pair: Callable[..., Pair]) -> None:
     both = pair()
     for place in range(3):
-        both.leader.add(request(f"r{place}", 40, 8), False)
+        both.leader.add(request(f"r{place}", 140, 8), False)
         both.units()
     assert both.leader.prefill.num_cached_tokens == both.follower.prefill.num_cached_tokens > 0
 

@@ -605,6 +605,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
         monkeypatch.setattr(module, "has_kernels", lambda: True)
     monkeypatch.setattr(cuda, "architecture", lambda: "sm_90")
     monkeypatch.setattr(small_batch_gemm, "architecture", lambda: "sm_90")
+    monkeypatch.setattr(flash_attention, "architecture", lambda: "sm_80")  # those of warpgroups are launched apart
     monkeypatch.setattr(cuda, "target", lambda: "sm_90a")
     monkeypatch.setattr(cuda, "cubin", compile_nothing)
     monkeypatch.setattr(cuda, "_finds_modules", lambda: False)
