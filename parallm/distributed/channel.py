@@ -50,7 +50,14 @@ class _Wait:
     """Infinite until this rank asks, too."""
     parts: dict[int, bytes] = field(default_factory=dict)
     """Messages that have come from the ranks so far, at rank 0."""
+    then: Callable[[list[bytes]], object] | None = None
+    """Called with the result, also if nobody waits for the future any more."""
     began: float = field(default_factory=time.monotonic)
+
+    def end(self, parts: list[bytes]) -> None:
+        if self.then is not None:
+            self.then(parts)
+        settle(self.future, parts)
 
 
 class Link:
@@ -132,13 +139,17 @@ class Channel:
         for link in links:
             link.start(self._receive, self._lose)
 
-    def gather(self, label: str, part: bytes) -> Future[list[bytes]]:
+    def gather(
+        self, label: str, part: bytes, then: Callable[[list[bytes]], object] | None = None
+    ) -> Future[list[bytes]]:
         """Return the parts that all ranks give under this label, in the order of ranks.
 
-        All ranks must use the same labels; a label may be used again when its future is done.
+        All ranks must use the same labels; a label may be used again when its future is done. `then` is called with the
+        parts as soon as they are here: of several gathers in the same order at all ranks, with a lock held.
         """
         with self._lock:
             wait = self._waits.setdefault(label, _Wait())
+            wait.then = then
             wait.deadline = time.monotonic() + self._timeout
             if self.failure is not None:
                 settle(wait.future, error=ExchangeFailed(self.failure))
@@ -220,10 +231,13 @@ class Channel:
             link.close()
 
     def _pending(self) -> list[tuple[str, _Wait]]:
-        """Replies that this rank waits for; drops those that it has given up."""
+        """Replies that this rank waits for; drops those that it has given up and has no use for."""
         given_up = [label for label, wait in self._waits.items() if wait.future.cancelled()]
         for label in given_up:
-            del self._waits[label]
+            if self._waits[label].then is None:
+                del self._waits[label]
+            else:
+                self._waits[label].deadline = math.inf
         return [(label, wait) for label, wait in self._waits.items() if wait.deadline < math.inf]
 
     def _arrive(self, rank: int, label: str, part: bytes) -> None:
@@ -240,7 +254,7 @@ class Channel:
             for link in self._links.values():
                 link.send(label, joined)
             self._renew_deadlines()
-            settle(wait.future, parts)
+            wait.end(parts)
 
     def _receive(self, link: Link, label: str, content: bytes) -> None:
         """Handle a frame. Runs in the link's thread."""
@@ -256,7 +270,7 @@ class Channel:
                 self._arrive(link.rank, label, content)
             elif (wait := self._waits.pop(label, None)) is not None:
                 self._renew_deadlines()
-                settle(wait.future, list(_split(content)))
+                wait.end(list(_split(content)))
 
     def _renew_deadlines(self) -> None:
         """Give each open gather its whole time again. All ranks have just answered another one, and a rank may come

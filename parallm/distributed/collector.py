@@ -74,7 +74,7 @@ class SharedCollector(Collector):
         groups: list[TrajectoryGroup] = []
         if numbered[own]:
             groups = await unless_lost(self._exchange, super()._play(numbered[own], step, model))
-        parts = await asyncio.wrap_future(self._exchange.gather(label, pack_groups(groups)))
+        parts = await asyncio.wrap_future(self._exchange.all_gather(label, pack_groups(groups)))
         problems = [problem for _, problem in numbered]
         merged: list[TrajectoryGroup | None] = [None] * len(problems)
         for rank, part in enumerate(parts):
@@ -104,7 +104,7 @@ class SharedEvaluator(Evaluator):
             else []
         )
         label = f"episodes of {requests[0].request_id}"
-        parts = await asyncio.wrap_future(self.exchange.gather(label, pack_episodes(episodes)))
+        parts = await asyncio.wrap_future(self.exchange.all_gather(label, pack_episodes(episodes)))
         merged: list[list[ScoredEpisode]] = [[] for _ in requests]
         for rank, part in enumerate(parts):
             share = slice(rank, None, len(parts))

@@ -30,7 +30,7 @@ class Gathering(Protocol):
         """End the exchange for all ranks."""
 
     def gather(self, label: str, part: bytes) -> Future[list[bytes]]:
-        """Return the parts of all ranks, in the order of ranks. Raises ExchangeFailed."""
+        """Return the parts of all ranks, in the order of ranks; they should be small. Raises ExchangeFailed."""
 
     def loss(self) -> Future[list[bytes]]:
         """Return a future that gets ExchangeFailed when the exchange ends, and no result. Cancel it after use."""
@@ -41,6 +41,9 @@ class Gathering(Protocol):
 
 class Exchange(Gathering, Protocol):
     """Sums take evaluated arrays, and are called by all ranks in the same order."""
+
+    def all_gather(self, label: str, part: bytes) -> Future[list[bytes]]:
+        """As `gather`, for parts of any size."""
 
     def sum_slots(self, vectors_N: Vectors, used: Sequence[int], slots: int, length: int) -> Future[mx.array]:
         """Return the sum (N,) of the slots `used`, in their order. Raises ExchangeFailed.
@@ -62,6 +65,9 @@ class Alone:
         raise AssertionError(f"one process has no peer to lose: {reason}")
 
     def gather(self, label: str, part: bytes) -> Future[list[bytes]]:
+        return _done([part])
+
+    def all_gather(self, label: str, part: bytes) -> Future[list[bytes]]:
         return _done([part])
 
     def loss(self) -> Future[list[bytes]]:

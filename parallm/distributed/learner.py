@@ -116,20 +116,20 @@ class SharedLearner(Learner):
         mx.eval(list(vectors_N.values()))
         part = pack_rounds(done)
         seconds += time.perf_counter() - began
-        gathered = self._exchange.gather(f"rounds of update {next(self._numbers)}", part)
-        yield gathered
-        parts = gathered.result()
         used = sorted({index % self._num_slots for index in range(len(starts))})
         summed = self._exchange.sum_slots(vectors_N, used, self._num_slots, self._num_parameters)
-        began = time.perf_counter()
-        for index, statistics, norm in sorted(
-            (one for part in parts for one in unpack_rounds(part)), key=lambda one: one[0]
-        ):
-            self._add_round(totals, faults, batches_of(index), statistics, norm)
-        seconds += time.perf_counter() - began
+        gathered = self._exchange.all_gather(f"rounds of update {next(self._numbers)}", part)
         yield summed
         began = time.perf_counter()
         optimizer_step = self.compute_step(summed.result(), step)
+        mx.async_eval(optimizer_step.all_arrays())
+        seconds += time.perf_counter() - began
+        yield gathered
+        began = time.perf_counter()
+        for index, statistics, norm in sorted(
+            (one for part in gathered.result() for one in unpack_rounds(part)), key=lambda one: one[0]
+        ):
+            self._add_round(totals, faults, batches_of(index), statistics, norm)
         mx.eval(optimizer_step.all_arrays())
         return Passes(optimizer_step=optimizer_step, seconds=seconds + time.perf_counter() - began)
 

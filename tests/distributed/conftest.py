@@ -97,6 +97,9 @@ class Member:
     def gather(self, label: str, part: bytes) -> Future[list[bytes]]:
         return self._together.gather(self.rank, label, part)
 
+    def all_gather(self, label: str, part: bytes) -> Future[list[bytes]]:
+        return self.gather(label, part)
+
     def loss(self) -> Future[list[bytes]]:
         return Future()
 

@@ -192,3 +192,37 @@ def test_a_silent_connection_is_closed_after_a_short_time(monkeypatch: pytest.Mo
             assert not silent.recv(1)
         with pytest.raises(ExchangeFailed, match="1 of 2 workers have not come"):
             listening.result(5)
+
+
+def test_all_ranks_hear_of_gathers_in_one_order(channels: Channels) -> None:
+    made = channels(3)
+    heard: list[list[str]] = [[] for _ in made]
+    labels = [str(number) for number in range(40)]
+
+    def ask(rank: int, shuffled: list[str]) -> None:
+        futures = [
+            made[rank].gather(label, b"", lambda _, label=label: heard[rank].append(label))  # type: ignore[misc]
+            for label in shuffled
+        ]
+        for future in futures:
+            future.result(5)
+
+    chance = random.Random(0)
+    with ThreadPoolExecutor(6) as pool:
+        for rank in range(3):
+            for half in (labels[:20], labels[20:]):
+                pool.submit(ask, rank, chance.sample(half, len(half)))
+    assert sorted(heard[0]) == sorted(labels)
+    assert heard[0] == heard[1] == heard[2]
+
+
+def test_who_has_given_up_hears_of_a_gather_all_the_same(channels: Channels) -> None:
+    first, second = channels(2, timeout_seconds=0.5)
+    heard: list[list[bytes]] = []
+    assert second.gather("x", b"theirs", heard.append).cancel()
+    time.sleep(1)  # longer than the time limit
+    assert first.gather("x", b"ours").result(5) == [b"ours", b"theirs"]
+    after = second.gather("y", b"")
+    first.gather("y", b"")
+    after.result(5)
+    assert heard == [[b"ours", b"theirs"]]
