@@ -4,7 +4,7 @@ Every part may import them. Each docstring ends with an example.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -254,17 +254,18 @@ class Trajectory:
 
     problem_id: str
     prompt_tokens: tuple[int, ...]
-    tokens: tuple[int, ...]
-    loss_mask: tuple[bool, ...]
+    tokens: Sequence[int]
+    """A tuple, or an `ArrayRow` of what another worker has sampled; so are the other numbers of tokens."""
+    loss_mask: Sequence[bool]
     """True for tokens that the policy sampled and learns from; the log-prob of other tokens may be 0."""
-    logprobs: tuple[float, ...]
+    logprobs: Sequence[float]
     temperature: float
     weight_versions: tuple[WeightSpan, ...]
     reward_parts: Mapping[str, float]
     reward: float
     text: str
     finish_reason: FinishReason
-    token_advantages: tuple[float, ...] | None = None
+    token_advantages: Sequence[float] | None = None
     """Advantage of each token, if the scorer sends them; they replace the advantage of the reward in its group."""
 
 

@@ -30,6 +30,7 @@ LAYERS: tuple[set[str], ...] = (
         "log_files",
         "user_folders",
         "tensors",
+        "array_row",
     },
     {"metrics", "device", "client"},
     {"model"},

@@ -5,14 +5,15 @@ Nothing of what a peer sends is run: no pickle. Axes: N completion tokens of a m
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
+from parallm.array_row import ArrayRow, as_array
 from parallm.errors import WorkersDiffer
 from parallm.learner.passes.gradient import TokenStatistics
 from parallm.rollout.episode import Episode
@@ -56,14 +57,17 @@ def pack_groups(groups: Sequence[TrajectoryGroup]) -> bytes:
             row["has_advantages"] = trajectory.token_advantages is not None
             rows.append(row)
         faulty = [asdict(episode) for episode in group.faulty]
-        head = {"problem_id": group.problem.problem_id, "solve_rate": group.solve_rate}
+        prompts = list(dict.fromkeys(trajectory.prompt_tokens for trajectory in group.trajectories))
+        for row, trajectory in zip(rows, group.trajectories, strict=True):
+            row["prompt"] = prompts.index(trajectory.prompt_tokens)
+        head = {"problem_id": group.problem.problem_id, "solve_rate": group.solve_rate, "prompts": prompts}
         heads.append(head | {"trajectories": rows, "faulty": faulty})
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     blocks: list[np.ndarray] = []
     for name, kind in _COLUMNS.items():
         rows_of = [getattr(trajectory, name) or () for trajectory in trajectories]
         lengths = np.fromiter(map(len, rows_of), np.int32, len(rows_of))
-        blocks += [lengths, np.fromiter(chain.from_iterable(rows_of), kind, int(lengths.sum()))]
+        blocks += [lengths, np.concatenate([np.zeros(0, kind), *(as_array(row, kind) for row in rows_of)])]
     return pack(heads, blocks)
 
 
@@ -78,7 +82,7 @@ def unpack_groups(content: bytes, problems: Sequence[Problem]) -> list[Trajector
     return [
         TrajectoryGroup(
             problem=problem,
-            trajectories=tuple(_trajectory(row, next(rows)) for row in head["trajectories"]),
+            trajectories=_trajectories(head, rows),
             faulty=tuple(_faulty(row) for row in head["faulty"]),
             solve_rate=head["solve_rate"],
         )
@@ -88,7 +92,6 @@ def unpack_groups(content: bytes, problems: Sequence[Problem]) -> list[Trajector
 
 _PLAIN = ("problem_id", "temperature", "reward", "text", "finish_reason")
 _COLUMNS: Mapping[str, type] = {
-    "prompt_tokens": np.int32,
     "tokens": np.int32,
     "loss_mask": np.bool_,
     "logprobs": np.float64,
@@ -96,14 +99,19 @@ _COLUMNS: Mapping[str, type] = {
 }
 
 
-def _rows(lengths: np.ndarray, values: np.ndarray) -> list[tuple[Any, ...]]:
+def _rows(lengths: np.ndarray, values: np.ndarray) -> list[ArrayRow]:
     """The rows of a column."""
-    every, ends = values.tolist(), np.cumsum(lengths).tolist()
-    return [tuple(every[start:end]) for start, end in pairwise([0, *ends])]
+    return [ArrayRow(values[start:end]) for start, end in pairwise([0, *np.cumsum(lengths).tolist()])]
 
 
-def _trajectory(row: dict[str, Any], columns: Sequence[tuple[Any, ...]]) -> Trajectory:
-    prompt_tokens, tokens, loss_mask, logprobs, token_advantages = columns
+def _trajectories(head: dict[str, Any], rows: Iterator[Sequence[ArrayRow]]) -> tuple[Trajectory, ...]:
+    """The trajectories of a group; takes as many of `rows`."""
+    prompts = [tuple(prompt) for prompt in head["prompts"]]
+    return tuple(_trajectory(row, prompts[row["prompt"]], next(rows)) for row in head["trajectories"])
+
+
+def _trajectory(row: dict[str, Any], prompt_tokens: tuple[int, ...], columns: Sequence[ArrayRow]) -> Trajectory:
+    tokens, loss_mask, logprobs, token_advantages = columns
     return Trajectory(
         **{name: row[name] for name in _PLAIN},
         prompt_tokens=prompt_tokens,

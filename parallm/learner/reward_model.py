@@ -35,7 +35,7 @@ def to_scoring_request(group: TrajectoryGroup) -> ScoringRequest:
     """The prompt and completions of a group."""
     return ScoringRequest(
         prompt_tokens=group.trajectories[0].prompt_tokens,
-        completions=tuple(trajectory.tokens for trajectory in group.trajectories),
+        completions=tuple(tuple(trajectory.tokens) for trajectory in group.trajectories),
     )
 
 

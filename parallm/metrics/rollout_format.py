@@ -169,7 +169,8 @@ def encode(
 ) -> bytes:
     """Return the file's content. `cut` returns the text of each token of each row; joined they are that of the row.
     `throttle` is called after each completion, and given to `cut`."""
-    cuts = iter(cut([trajectory.tokens for group in rollouts.groups for trajectory in group.trajectories], throttle))
+    rows_of_tokens = [tuple(one.tokens) for group in rollouts.groups for one in group.trajectories]
+    cuts = iter(cut(rows_of_tokens, throttle))
     rows: list[str] = []
     parts: dict[str, list[np.ndarray]] = {name: [] for name in KINDS}
     for place, group in enumerate(rollouts.groups):

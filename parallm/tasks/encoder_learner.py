@@ -190,14 +190,14 @@ class ClassifierLearner(EncoderLearner):
     """A group is one text; the parts of its reward are its labels with their targets from 0 to 1."""
 
     def losses(self, groups: Sequence[TrajectoryGroup], rows: Sequence[Row], numbers_SD: mx.array) -> mx.array:
-        logits_NL = numbers_SD[_indices(rows, [group.trajectories[0].tokens for group in groups])]
+        logits_NL = numbers_SD[_indices(rows, [text_of(group, 0) for group in groups])]
         targets_NL = mx.array(targets(groups, self.spec.labels))
         if self.spec.activation == "softmax":
             return cross_entropy(logits_NL, targets_NL.argmax(axis=1))
         return binary_cross_entropy(logits_NL, targets_NL)
 
     def margins(self, groups: Sequence[TrajectoryGroup], rows: Sequence[Row], numbers_SD: mx.array) -> mx.array:
-        logits_NL = numbers_SD[_indices(rows, [group.trajectories[0].tokens for group in groups])]
+        logits_NL = numbers_SD[_indices(rows, [text_of(group, 0) for group in groups])]
         is_right_NL = mx.array(targets(groups, self.spec.labels) >= 0.5)
         if self.spec.activation == "softmax":
             right_N = mx.where(is_right_NL, logits_NL, -mx.inf).max(axis=1)
@@ -207,7 +207,11 @@ class ClassifierLearner(EncoderLearner):
 
 def rows_of(groups: Sequence[TrajectoryGroup]) -> list[Row]:
     """Every text of the groups once."""
-    return list(dict.fromkeys(one.tokens for group in groups for one in group.trajectories))
+    return list(dict.fromkeys(tuple(one.tokens) for group in groups for one in group.trajectories))
+
+
+def text_of(group: TrajectoryGroup, index: int) -> Row:
+    return tuple(group.trajectories[index].tokens)
 
 
 def targets(groups: Sequence[TrajectoryGroup], labels: Sequence[str]) -> np.ndarray:
@@ -219,17 +223,17 @@ def targets(groups: Sequence[TrajectoryGroup], labels: Sequence[str]) -> np.ndar
 
 def documents_of(groups: Sequence[TrajectoryGroup]) -> list[Row]:
     """Documents in the order of the columns: each group's own, then its negatives."""
-    own = [group.trajectories[1].tokens for group in groups]
-    return own + [negative.tokens for group in groups for negative in group.trajectories[2:]]
+    own = [text_of(group, 1) for group in groups]
+    return own + [tuple(negative.tokens) for group in groups for negative in group.trajectories[2:]]
 
 
 def copies(groups: Sequence[TrajectoryGroup]) -> mx.array:
     """Documents (P, C) that are right for an anchor and stand in another column than its own, bool."""
     right: dict[Row, set[Row]] = {}
     for group in groups:
-        right.setdefault(group.trajectories[0].tokens, set()).add(group.trajectories[1].tokens)
+        right.setdefault(text_of(group, 0), set()).add(text_of(group, 1))
     documents = documents_of(groups)
-    rights = [right[group.trajectories[0].tokens] for group in groups]
+    rights = [right[text_of(group, 0)] for group in groups]
     is_right_PC = [[document in own for document in documents] for own in rights]
     is_right_PC = [
         [is_right and row != column for column, is_right in enumerate(line)] for row, line in enumerate(is_right_PC)
@@ -239,7 +243,7 @@ def copies(groups: Sequence[TrajectoryGroup]) -> mx.array:
 
 def _chosen(groups: Sequence[TrajectoryGroup], rows: Sequence[Row], numbers_SD: mx.array) -> tuple[mx.array, mx.array]:
     """Vectors of the anchors (P, D) and of the documents (C, D)."""
-    anchors = [group.trajectories[0].tokens for group in groups]
+    anchors = [text_of(group, 0) for group in groups]
     return numbers_SD[_indices(rows, anchors)], numbers_SD[_indices(rows, documents_of(groups))]
 
 

@@ -14,7 +14,7 @@ from parallm.reports import Evaluation, EvaluationReport
 from parallm.rollout.confidence_intervals import mean_estimate, share_estimate
 from parallm.rollout.evaluation import Progress
 from parallm.tasks.encoder import activated, normalized
-from parallm.tasks.encoder_learner import EncoderLearner, copies, documents_of, rows_of, targets
+from parallm.tasks.encoder_learner import EncoderLearner, copies, documents_of, rows_of, targets, text_of
 from parallm.types import TrajectoryGroup
 
 DEPTH = 10
@@ -39,7 +39,7 @@ class EncoderEvaluator:
         numbers_SD = await asyncio.wrap_future(self.device.score(self.learner.units(rows)))
         assert numbers_SD is not None, "encoding ends with the numbers"
         places = {row: index for index, row in enumerate(rows)}
-        first_ND = numbers_SD[[places[group.trajectories[0].tokens] for group in self.groups]]
+        first_ND = numbers_SD[[places[text_of(group, 0)] for group in self.groups]]
         if self.learner.spec.task == "embed":
             documents_CD = numbers_SD[[places[row] for row in documents_of(self.groups)]]
             ranks_P = own_ranks(first_ND, documents_CD, np.array(copies(self.groups)))

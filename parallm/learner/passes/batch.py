@@ -9,11 +9,12 @@ Axes: M computed tokens, N completion tokens in the order of the rows, S complet
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, count
+from itertools import count
 from typing import Any
 
 import numpy as np
 
+from parallm.array_row import as_array
 from parallm.learner.loss.advantage import advantages
 from parallm.learner.loss.objective import Objective, token_weight
 from parallm.learner.passes.packing import Segment, are_alike, padded_length
@@ -72,7 +73,7 @@ class TrainingSample:
     def advantages(self) -> np.ndarray:
         """Advantage of each completion token, float32."""
         own = self.trajectory.token_advantages
-        return np.full(self.length + 1, self.advantage, np.float32) if own is None else np.asarray(own, np.float32)
+        return np.full(self.length + 1, self.advantage, np.float32) if own is None else as_array(own, np.float32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -290,12 +291,13 @@ def _rectangle(run: list[TrainingSample], length: int) -> np.ndarray:
     """Inputs of a run, padded to `length`."""
     inputs_GT = np.zeros((len(run), length), np.int32)
     for index, sample in enumerate(run):
-        inputs_GT[index, : sample.length] = sample.trajectory.tokens[:-1]
+        inputs_GT[index, : sample.length] = as_array(sample.trajectory.tokens[:-1], np.int32)
     return inputs_GT
 
 
 def _whole(sample: TrainingSample) -> np.ndarray:
-    return np.asarray((*sample.trajectory.prompt_tokens, *sample.trajectory.tokens[:-1]), np.int32)
+    prompt, tokens = sample.trajectory.prompt_tokens, sample.trajectory.tokens[:-1]
+    return np.concatenate([as_array(prompt, np.int32), as_array(tokens, np.int32)])
 
 
 def _unpacked(sample: TrainingSample) -> MicroBatch:
@@ -325,7 +327,7 @@ def _micro_batch(
 
 def _joined(rows: Sequence[Sequence[float]], kind: type) -> np.ndarray:
     """The numbers of all rows, one row after the other."""
-    return np.fromiter(chain.from_iterable(rows), kind, sum(map(len, rows)))
+    return np.concatenate([as_array(row, kind) for row in rows])
 
 
 def _versions(trajectory: Trajectory) -> np.ndarray:

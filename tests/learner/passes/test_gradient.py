@@ -69,7 +69,7 @@ def plain(
     tokens, behaviour, weights = (np.zeros((len(rows), length), kind) for kind in (np.int32, np.float32, np.float32))
     for index, row in enumerate(rows):
         place = slice(len(row.prompt_tokens), len(row.prompt_tokens) + len(row.tokens))
-        tokens[index, : place.stop] = row.prompt_tokens + row.tokens
+        tokens[index, : place.stop] = (*row.prompt_tokens, *row.tokens)
         behaviour[index, place] = row.logprobs
         weights[index, place] = np.asarray(row.loss_mask) * token_weight(
             objective,

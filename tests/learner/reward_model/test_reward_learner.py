@@ -51,7 +51,7 @@ def plain(model: SharedModel, adapter: Adapter, groups: list[TrajectoryGroup]) -
     def loss(arrays: Arrays) -> mx.array:
         losses = []
         for group in groups:
-            chosen, rejected = (score(arrays, one.prompt_tokens, one.tokens) for one in group.trajectories)
+            chosen, rejected = (score(arrays, one.prompt_tokens, tuple(one.tokens)) for one in group.trajectories)
             margin = group.rewards[0] - group.rewards[1]
             losses.append(-mx.log(mx.sigmoid(chosen - rejected - margin)) + CENTER * (chosen + rejected) ** 2)
         return mx.stack(losses).mean()

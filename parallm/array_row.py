@@ -1,0 +1,49 @@
+"""Numbers of a trajectory in an array: what another worker has sampled is mostly never looked at one by one."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+
+class ArrayRow(Sequence[Any]):
+    """A row of an array, with the methods of a tuple and for NumPy. Never changed; Python's numbers are made anew
+    whenever they are asked for."""
+
+    __slots__ = ("_values",)
+
+    def __init__(self, values: np.ndarray) -> None:
+        """`values`: (N,)."""
+        self._values = values
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self._values, dtype, copy=copy)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __getitem__(self, index: Any) -> Any:
+        return ArrayRow(self._values[index]) if isinstance(index, slice) else self._values[index].item()
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._values.tolist())
+
+    def __contains__(self, value: object) -> bool:
+        return value in self._values.tolist()
+
+    def count(self, value: Any) -> int:
+        return int((self._values == value).sum())
+
+    def __eq__(self, other: object) -> bool:
+        return tuple(self) == tuple(other) if isinstance(other, tuple | ArrayRow) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
+
+
+def as_array(row: Sequence[Any], kind: type) -> np.ndarray:
+    """The numbers of a row (N,) in this type."""
+    return np.asarray(row, kind) if isinstance(row, ArrayRow) else np.fromiter(row, kind, len(row))
