@@ -72,6 +72,11 @@ class DeviceThread:
         """Whether requests of clients run or wait."""
         return self._worker is not None and self._worker.has_work("serving")
 
+    @property
+    def is_learning(self) -> bool:
+        """Whether an update is under way or waits."""
+        return bool(self._updates)
+
     def attach(self, worker: Worker) -> None:
         """Step this engine whenever it has work. While there is another one, only the device thread may attach."""
         if self._worker is None:

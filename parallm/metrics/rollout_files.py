@@ -20,9 +20,12 @@ from parallm.metrics.token_texts import TokenTexts
 FOLDER = "rollouts"
 MAX_WAITING = 4
 """Steps that wait for the thread; those beyond are dropped and counted."""
-SLEEP_RATIO, MAX_SLEEP = 5.0, 0.1
-"""Seconds that the thread sleeps for each second of its own processor time, and the most at once. Python runs one
-thread at a time: a writer that never sleeps delays the thread that launches the next step's work."""
+MAX_WAIT, POLL = 2.0, 0.01
+"""Seconds that a step's file waits for an update, in all and at once. Python runs one thread at a time: a writer delays
+the thread that launches decode steps, while an update leaves most of the time to others."""
+LEARNING_RATIO, OTHER_RATIO, MAX_SLEEP = 1.0, 5.0, 0.1
+"""Seconds that the thread sleeps for each second of its own processor time, during updates and else, and the most at
+once."""
 MEMORY_BYTES = 32 * 1024 * 1024
 """Bytes of the newest files that stay in memory; the newest file stays in any case."""
 
@@ -43,16 +46,23 @@ _Work = StepRollouts | _Keep | _GoOnAfter
 
 
 class Throttle:
-    """Sleeps between two short pieces of a thread's work, in proportion to the first, while `is_idle`."""
+    """Waits for an update before short pieces of a thread's work, and sleeps after each in proportion to it."""
 
-    def __init__(self, is_idle: Callable[[], bool]) -> None:
-        """`is_idle`: whether no other work waits for the thread."""
+    def __init__(self, is_idle: Callable[[], bool], is_learning: Callable[[], bool]) -> None:
+        """`is_idle`: whether no other work waits for the thread; else it goes on at once. `is_learning`: whether an
+        update is under way."""
         self._is_idle = is_idle
+        self._is_learning = is_learning
+        self._left = MAX_WAIT
         self._began = time.thread_time()  # unlike wall time, it does not run while the thread waits for Python's lock
 
     def __call__(self) -> None:
+        used = time.thread_time() - self._began
+        while self._left > 0 and self._is_idle() and not self._is_learning():
+            time.sleep(POLL)
+            self._left -= POLL
         if self._is_idle():
-            time.sleep(min(SLEEP_RATIO * (time.thread_time() - self._began), MAX_SLEEP))
+            time.sleep(min((LEARNING_RATIO if self._is_learning() else OTHER_RATIO) * used, MAX_SLEEP))
         self._began = time.thread_time()
 
 
@@ -63,11 +73,21 @@ class RolloutFiles:
     evaluation or a fault as long as others can go.
     """
 
-    def __init__(self, folder: Path, texts: TokenTexts, *, max_bytes: int, evaluated: Collection[int] = ()) -> None:
-        """`folder` is that of the run; `evaluated`: the steps of its evaluations so far."""
+    def __init__(
+        self,
+        folder: Path,
+        texts: TokenTexts,
+        *,
+        max_bytes: int,
+        is_learning: Callable[[], bool],
+        evaluated: Collection[int] = (),
+    ) -> None:
+        """`folder` is that of the run; `is_learning`: whether an update is under way, which any thread may ask;
+        `evaluated`: the steps of its evaluations so far."""
         self._folder = folder / FOLDER
         self._texts = texts
         self._max_bytes = max_bytes
+        self._is_learning = is_learning
         self._kept = set(evaluated)  # the writer's
         self._newest: OrderedDict[int, bytes] = OrderedDict()
         self._lock = threading.Lock()  # of `_newest`
@@ -152,7 +172,9 @@ class RolloutFiles:
             self._write(work)
 
     def _write(self, rollouts: StepRollouts) -> None:
-        content = encode(rollouts, self._texts.cut, Throttle(self._work.empty))
+        throttle = Throttle(self._work.empty, self._is_learning)
+        throttle()
+        content = encode(rollouts, self._texts.cut, throttle)
         if rollouts.is_kept:
             self._kept.add(rollouts.step)
         self._remember(rollouts.step, content)

@@ -16,8 +16,10 @@ import pydantic_core
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict  # pydantic needs it before Python 3.12
 
+from parallm.array_row import as_array
 from parallm.errors import RolloutsDamaged
 from parallm.metrics.json_lines import finite
+from parallm.metrics.token_texts import CutText
 from parallm.types import Trajectory, TrajectoryGroup
 
 TRAINED, CLIPPED, LEARNED = 1, 2, 4
@@ -153,7 +155,7 @@ class RolloutFile:
         is_learned = bool((own["flags"] & LEARNED).any())
         return TokenArrays(
             ids_T=own["tokens"],
-            texts=_pieces(self.groups[group]["completions"][index]["shown"], own["text_lengths"]),
+            texts=CutText(self.groups[group]["completions"][index]["shown"], own["text_lengths"]).pieces(),
             logprobs_T=own["logprobs"],
             learner_logprobs_T=own.get("learner_logprobs") if is_learned else None,
             entropies_T=own["entropies"] if is_learned else None,
@@ -164,23 +166,24 @@ class RolloutFile:
 
 def encode(
     rollouts: StepRollouts,
-    cut: Callable[[Sequence[Sequence[int]], Callable[[], object]], list[list[str]]],
+    cut: Callable[[Sequence[np.ndarray], Callable[[], object]], Sequence[CutText]],
     throttle: Callable[[], object] = lambda: None,
 ) -> bytes:
-    """Return the file's content. `cut` returns the text of each token of each row; joined they are that of the row.
-    `throttle` is called after each completion, and given to `cut`."""
-    rows_of_tokens = [tuple(one.tokens) for group in rollouts.groups for one in group.trajectories]
-    cuts = iter(cut(rows_of_tokens, throttle))
+    """Return the file's content. `cut` returns the text of each row of token ids. `throttle` is called after each
+    completion, and given to `cut`."""
+    ids = [as_array(one.tokens, np.int32) for group in rollouts.groups for one in group.trajectories]
+    cuts = iter(zip(ids, cut(ids, throttle), strict=True))
     rows: list[str] = []
     parts: dict[str, list[np.ndarray]] = {name: [] for name in KINDS}
     for place, group in enumerate(rollouts.groups):
         completions = []
         for index, trajectory in enumerate(group.trajectories):
-            pieces = _bounded(next(cuts))
+            ids_T, whole = next(cuts)
+            shown = _bounded(whole)
             learned = rollouts.learned.get((place, index))
-            for name, array in _token_arrays(trajectory, pieces, learned).items():
+            for name, array in _token_arrays(trajectory, ids_T, shown, learned).items():
                 parts[name].append(array)
-            completions.append(_completion_row(trajectory, "".join(pieces), learned))
+            completions.append(_completion_row(trajectory, shown.text, learned))
             throttle()
         rows.append(_to_json(_group_row(group, completions)))
         throttle()
@@ -189,7 +192,7 @@ def encode(
     arrays["offsets"] = np.concatenate([[0], np.cumsum(lengths_S)]).astype(np.int64)
     if _agree(arrays):
         del arrays["learner_logprobs"]
-    if not any(_varies(values_T) for values_T in parts["advantages"]):
+    if not _varies(arrays["advantages"], [length for length in lengths_S if length]):
         del arrays["advantages"]
     return _packed(arrays, {"summary": _to_json(_summary(rollouts)), "groups": f"[{','.join(rows)}]"})
 
@@ -226,22 +229,21 @@ def header_bytes(beginning: bytes) -> int:
 
 
 def _token_arrays(
-    trajectory: Trajectory, pieces: Sequence[str], learned: LearnedCompletion | None
+    trajectory: Trajectory, ids_T: np.ndarray, shown: CutText, learned: LearnedCompletion | None
 ) -> dict[str, np.ndarray]:
     """One value of each array for each token; NaN for what the learner has not computed."""
-    count = len(trajectory.tokens)
-    unknown_T = np.full(count, np.nan, np.float32)
-    flags_T = np.array(trajectory.loss_mask, np.bool_) * np.uint8(TRAINED)
+    unknown_T = np.full(len(ids_T), np.nan, np.float32)
+    flags_T = as_array(trajectory.loss_mask, np.bool_) * np.uint8(TRAINED)
     if learned is not None:
         flags_T |= learned.clipped_T * np.uint8(CLIPPED) | np.uint8(LEARNED)
     return {
-        "tokens": np.array(trajectory.tokens, np.int32),
-        "logprobs": np.array(trajectory.logprobs, np.float32),
+        "tokens": ids_T,
+        "logprobs": as_array(trajectory.logprobs, np.float32),
         "learner_logprobs": unknown_T if learned is None else learned.logprobs_T,
         "entropies": unknown_T if learned is None else learned.entropies_T,
         "advantages": unknown_T if learned is None else learned.advantages_T,
         "flags": flags_T,
-        "text_lengths": np.fromiter(map(len, pieces), np.uint16, count),
+        "text_lengths": shown.lengths_T,
     }
 
 
@@ -294,8 +296,11 @@ def _agree(arrays: Mapping[str, np.ndarray]) -> bool:
     return bool((arrays["logprobs"][both_N].view(np.int32) == arrays["learner_logprobs"][both_N].view(np.int32)).all())
 
 
-def _varies(values_T: np.ndarray) -> bool:
-    return not np.isnan(values_T).any() and bool((values_T[1:] != values_T[:1]).any())
+def _varies(values_N: np.ndarray, lengths_S: Sequence[int]) -> bool:
+    """Whether numbers differ within a completion; those that were not computed do not."""
+    firsts_S = values_N[np.cumsum([0, *lengths_S])[:-1]]
+    firsts_N = np.repeat(firsts_S, lengths_S)
+    return bool(((values_N != firsts_N) & ~np.isnan(values_N) & ~np.isnan(firsts_N)).any())
 
 
 def _joined(parts: Sequence[np.ndarray], name: str) -> np.ndarray:
@@ -303,12 +308,11 @@ def _joined(parts: Sequence[np.ndarray], name: str) -> np.ndarray:
         return np.concatenate([*parts, np.zeros(0, KINDS[name][1])]).astype(KINDS[name][1])
 
 
-def _bounded(pieces: list[str]) -> list[str]:
-    """`pieces` that the file can hold."""
-    text = "".join(pieces)
-    if len(text) <= MAX_TEXT_LENGTH and _well_formed(text) is text:
-        return pieces
-    return [_well_formed(piece)[:MAX_TEXT_LENGTH] for piece in pieces]
+def _bounded(whole: CutText) -> CutText:
+    """The text that the file can hold."""
+    if len(whole.text) <= MAX_TEXT_LENGTH and _well_formed(whole.text) is whole.text:
+        return whole
+    return CutText.of([_well_formed(piece)[:MAX_TEXT_LENGTH] for piece in whole.pieces()])
 
 
 def _well_formed(text: str) -> str:
@@ -392,8 +396,3 @@ def _check_lengths(arrays: Mapping[str, np.ndarray], groups: Sequence[GroupRow])
     ends = np.concatenate([[0], np.cumsum(arrays["text_lengths"], dtype=np.int64)])[offsets]
     if np.diff(ends).tolist() != [len(row["shown"]) for row in completions]:
         raise RolloutsDamaged("the texts of its tokens do not fit those of its completions")
-
-
-def _pieces(text: str, lengths_T: np.ndarray) -> list[str]:
-    ends = np.cumsum(lengths_T, dtype=np.int64).tolist()
-    return [text[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]

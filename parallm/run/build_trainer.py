@@ -25,7 +25,6 @@ from parallm.metrics.json_lines import read_rows
 from parallm.metrics.rollout_files import RolloutFiles
 from parallm.metrics.token_texts import TokenTexts
 from parallm.model.adapters.adapter import Adapter
-from parallm.model.chat.tokenizer import ChatTokenizer
 from parallm.rollout.evaluation import Evaluator
 from parallm.rollout.live.scoring_functions import environment_scoring_functions
 from parallm.rollout.live.source import LiveSource
@@ -212,20 +211,21 @@ async def _trainer_context(
         facts=facts,
         recorder=spec.recorder,
         display=spec.display,
-        rollouts=_rollouts(spec, tokenizer, sources) if kind in SAMPLING and parts.is_leader else None,
+        rollouts=_rollouts(spec, runtime, sources) if kind in SAMPLING and parts.is_leader else None,
         make_pacing=parts.make_pacing(learner),
     )
 
 
-def _rollouts(spec: PolicySpec, tokenizer: ChatTokenizer, sources: AsyncExitStack) -> RolloutRecord | None:
+def _rollouts(spec: PolicySpec, runtime: Runtime, sources: AsyncExitStack) -> RolloutRecord | None:
     """Return what keeps the completions of each step; it is written to the end before `sources` are closed."""
     amount, evaluations = spec.config.metrics.rollouts, read_rows(spec.folder / "evaluations.jsonl")
     if amount == "off":
         return None
     files = RolloutFiles(
         spec.folder,
-        TokenTexts(tokenizer.decode_rows),
+        TokenTexts(runtime.model.tokenizer.decode_rows),
         max_bytes=spec.config.metrics.rollout_bytes,
+        is_learning=lambda: runtime.device.is_learning,
         evaluated=[row["step"] for row in evaluations],
     )
     sources.push_async_callback(asyncio.to_thread, files.close)

@@ -10,7 +10,17 @@ from pathlib import Path
 import pytest
 
 from parallm.errors import RolloutsDamaged, UnknownObject
-from parallm.metrics.rollout_files import MAX_SLEEP, MAX_WAITING, SLEEP_RATIO, RolloutFiles, Throttle, steps_to_remove
+from parallm.metrics.rollout_files import (
+    LEARNING_RATIO,
+    MAX_SLEEP,
+    MAX_WAIT,
+    MAX_WAITING,
+    OTHER_RATIO,
+    POLL,
+    RolloutFiles,
+    Throttle,
+    steps_to_remove,
+)
 from parallm.metrics.rollout_folder import RolloutFolder, file_name
 from parallm.metrics.token_texts import TokenTexts
 from tests.metrics.test_rollout_format import STEP
@@ -28,6 +38,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
     made: list[RolloutFiles] = []
 
     def build(max_bytes: int = 1 << 20, decode: Decode = letters, **values: object) -> RolloutFiles:
+        values = {"is_learning": lambda: True} | values
         made.append(RolloutFiles(tmp_path, TokenTexts(decode), max_bytes=max_bytes, **values))  # type: ignore[arg-type]
         return made[-1]
 
@@ -177,9 +188,9 @@ def test_a_throttled_thread_sleeps_in_proportion_to_its_work(
     slept: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_idle = [True]
-    throttle = Throttle(lambda: is_idle[0])
+    throttle = Throttle(lambda: is_idle[0], lambda: True)
     throttle()
-    assert slept == [pytest.approx(SLEEP_RATIO * 0.005)]
+    assert slept == [pytest.approx(LEARNING_RATIO * 0.005)]
     clock = iter((10.0, 10.0))
     monkeypatch.setattr("parallm.metrics.rollout_files.time.thread_time", lambda: next(clock))
     throttle()
@@ -188,6 +199,26 @@ def test_a_throttled_thread_sleeps_in_proportion_to_its_work(
     monkeypatch.setattr("parallm.metrics.rollout_files.time.thread_time", lambda: 11.0)
     throttle()
     assert len(slept) == 2
+
+
+def test_a_throttled_thread_waits_for_an_update_but_not_for_ever(slept: list[float]) -> None:
+    is_idle = [True]
+    answers: Iterator[bool] = itertools.repeat(False)
+    throttle = Throttle(lambda: is_idle[0], lambda: next(answers))
+    answers = iter([False, False, True, True])
+    throttle()
+    assert slept == [POLL, POLL, pytest.approx(LEARNING_RATIO * 0.005)]
+    slept.clear()
+    answers = itertools.repeat(False)
+    throttle()
+    assert slept.pop() == pytest.approx(OTHER_RATIO * 0.005)
+    assert sum(slept) == pytest.approx(MAX_WAIT - 2 * POLL, abs=POLL)
+    slept.clear()
+    throttle()
+    assert slept == [pytest.approx(OTHER_RATIO * 0.005)], "it has waited long enough for this file"
+    is_idle[0] = False
+    throttle()
+    assert len(slept) == 1
 
 
 def test_the_writer_is_throttled_while_no_other_step_waits(make: Make, slept: list[float]) -> None:
@@ -217,4 +248,4 @@ def test_the_writer_is_throttled_while_no_other_step_waits(make: Make, slept: li
     files.put(replace(STEP, step=8))
     begun.wait(60)
     files.put(replace(STEP, step=9))
-    assert wait_for(files) == of_one, "the last of two alone"
+    assert wait_for(files) == of_one + 1, "the last of two, and once before the other had begun"

@@ -25,12 +25,12 @@ from parallm.metrics.rollout_format import (
     encode,
     header_bytes,
 )
-from parallm.metrics.token_texts import TokenTexts
+from parallm.metrics.token_texts import CutText, TokenTexts
 from parallm.types import FaultyEpisode, Message, Problem, Trajectory, TrajectoryGroup, WeightSpan
 
 
-def cut(rows: Any, _: object = None) -> list[list[str]]:
-    return [[chr(97 + token % 26) for token in tokens] for tokens in rows]
+def cut(rows: Any, _: object = None) -> list[CutText]:
+    return [CutText.of([chr(97 + token % 26) for token in tokens]) for tokens in rows]
 
 
 def trajectory(tokens: tuple[int, ...], reward: float, **changes: Any) -> Trajectory:
@@ -44,7 +44,7 @@ def trajectory(tokens: tuple[int, ...], reward: float, **changes: Any) -> Trajec
         weight_versions=(WeightSpan(version=3, start=0, end=len(tokens)),),
         reward_parts={"correct": reward},
         reward=reward,
-        text="".join(cut([tokens])[0]),
+        text=cut([tokens])[0].text,
         finish_reason="stop",
     )
     return replace(one, **changes)
@@ -136,7 +136,10 @@ def test_rewards_and_texts_that_json_cannot_hold_are_written_all_the_same() -> N
     one = trajectory((1, 2, 3), math.nan, text="half \ud83d", reward_parts={"\ud800": math.inf})
     faulty = FaultyEpisode(kind="score_raised", detail="KeyError: '\udfff'", text="", tokens=())
     file = decode(
-        encode(replace(STEP, groups=[replace(group(one), faulty=(faulty,))], learned={}), lambda *_: [["\ud83d"] * 3])
+        encode(
+            replace(STEP, groups=[replace(group(one), faulty=(faulty,))], learned={}),
+            lambda *_: [CutText.of(["\ud83d"] * 3)],
+        )
     )
     row = file.groups[0]["completions"][0]
     assert (row["reward"], row["text"], row["parts"], row["shown"]) == (
