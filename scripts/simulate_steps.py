@@ -6,8 +6,8 @@ costs is taken from ONE alone: MORE are what predictions are compared with, and 
 had. Steps are then simulated, with lengths drawn, the sampling of each worker drawn from the steps of ONE, and failures
 averaged, for three designs:
 
-- flat, today's: rank 0 gathers the groups of all and hands all of them to all over TCP; every worker plans and reports
-  the whole step; one ring sums over all.
+- flat, today's: all get the groups of all by NCCL; every worker plans and reports the whole step; one ring sums over
+  all.
 - ahead: the same with trainer.max_off_policy_steps=1: a worker that waits samples the next step.
 - tree: rows stay with the worker that sampled them, and lengths and rewards alone go to all, by a tree of hosts; the
   sum goes over NVLink within a host first, then over a ring of hosts. Not built: see parallm/distributed/SCALE.md.
@@ -143,14 +143,14 @@ def slowest_of(steps: Sequence[Sequence[float]], *, is_ahead: bool) -> Iterator[
 
 
 def gather_seconds(workers: int, hosts: int, costs: Costs, cluster: Cluster, *, is_tree: bool) -> float:
-    """Groups through rank 0's host, or heads of rows by a tree of hosts."""
+    """Groups past each member of a ring, or heads of rows by a tree of hosts."""
     if workers == 1:
         return 0.0
     if is_tree:
         heads = costs.tokens / costs.row_tokens * HEAD_BYTES * workers
         return math.ceil(math.log2(hosts) + 1) * (heads / cluster.tcp + cluster.latency)
-    everything = costs.tokens * TOKEN_BYTES * workers
-    return everything * workers / cluster.tcp + cluster.latency
+    speed = cluster.nvlink if hosts == 1 else cluster.network
+    return (workers - 1) * (costs.tokens * TOKEN_BYTES / speed + cluster.latency)
 
 
 def sum_seconds(workers: int, hosts: int, size: float, cluster: Cluster, *, is_tree: bool) -> float:

@@ -2,12 +2,13 @@
 
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 from parallm.environment.arithmetic import Arithmetic
 from parallm.environment.gsm8k import Gsm8k
 from parallm.environment.settings import ArithmeticSettings, Gsm8kSettings
-from parallm.types import Problem
+from parallm.types import Problem, Split
 
 
 def make_environment(data: str | None, limit: int) -> Arithmetic | Gsm8k:
@@ -54,6 +55,13 @@ class Lottery(Arithmetic):
 
     def score(self, problem: Problem, text: str) -> Mapping[str, float]:
         return {"luck": random.random()}
+
+
+class Anonymous(Lottery):
+    """Such problems that share one id."""
+
+    def problems(self, split: Split) -> Sequence[Problem]:
+        return [replace(problem, problem_id="any") for problem in super().problems(split)]
 
 
 class Unpaid(Arithmetic):

@@ -30,6 +30,7 @@ from parallm.distributed.launcher import devices
 SIZES = (2, 4, 8)
 STREAMS, STREAM_SECONDS = 8, 6.0
 LIMIT_SECONDS = 300.0
+LEADER_BARS = {2: 0.97, 4: 0.95, 8: 0.92}
 WORDS = 384
 """Size of the embedded model's vocabulary, so that every token of a stream has a text."""
 QUIET = ("trainer.evaluate_problems=0", "rollout.refill_rounds=0", "learner.learning_rate=1e-6", "name=bench")
@@ -59,9 +60,9 @@ class Job:
     ahead: int = 0
     """trainer.max_off_policy_steps."""
 
-    def overrides(self, rows: int) -> list[str]:
+    def overrides(self, rows: int, problems: str = "Lottery") -> list[str]:
         return [
-            *("environment=custom", "environment.target=bench.problems:Lottery", "rollout.group_size=8"),
+            *("environment=custom", f"environment.target=bench.problems:{problems}", "rollout.group_size=8"),
             *(f"rollout.problems_per_step={rows // 8}", f"rollout.max_tokens={self.tokens}", "checkpoint.every=1000"),
             *(f"engine.max_rows={self.most_rows}", f"trainer.max_off_policy_steps={self.ahead}", *QUIET),
             f"trainer.steps={self.warm_up + self.steps + self.ahead}",
@@ -179,12 +180,15 @@ def slowest_of(runs: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]
     return found
 
 
-def run(job: Job, *, workers: int, rows: int, device: str | None = None) -> list[dict[str, Any]]:
+def run(job: Job, *, workers: int, rows: int, device: str | None = None, echoes: int = 0) -> list[dict[str, Any]]:
     """The rows of metrics of a run after its warm-up. Raises RuntimeError with its last words if it fails."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        overrides = [*job.overrides(rows), "server=off", "metrics.display=off"]
-        with started(job.shape, folder, workers=workers, overrides=overrides, device=device) as process:
+        overrides = [*job.overrides(rows, "Anonymous" if echoes else "Lottery"), "server=off", "metrics.display=off"]
+        if echoes:  # the numbers of others are not those of their tokens
+            overrides.append("trainer.guard.on_divergence=warn")
+        options: dict[str, Any] = {"workers": workers, "device": device, "echoes": echoes}
+        with started(job.shape, folder, overrides=overrides, **options) as process:
             code = process.wait(LIMIT_SECONDS)
         if code:
             raise RuntimeError(f"{workers} workers ended with {code}:\n{(folder / 'output').read_text()[-3000:]}")
@@ -202,9 +206,11 @@ def started(
     device: str | None = None,
     vocabulary: int | None = None,
     restarts: int = 0,
+    echoes: int = 0,
 ) -> Iterator[subprocess.Popen[bytes]]:
     """A run in `folder`/run, killed if it has not ended by then."""
     own = {"shape": shape, "vocabulary": vocabulary, "workers": workers, "restarts": restarts}
+    own |= {"echoes": echoes}
     own |= {"overrides": list(overrides), "run": str(folder / "run")}
     variables = clean_environment() | ({} if device is None else {"CUDA_VISIBLE_DEVICES": device})
     with (folder / "output").open("wb") as output:
@@ -221,6 +227,27 @@ def show(title: str, rows: Sequence[dict[str, Any]]) -> None:
     print_table(
         title, [tuple(COLUMNS[name] for name in columns), *(tuple(row[name] for name in columns) for row in rows)]
     )
+
+
+@measurement(
+    {f"workers.leader_{size}": Bar(min=least, needs="gpu") for size, least in LEADER_BARS.items()},
+    minutes=3,
+    needs="gpu",
+    is_quick_anywhere=True,
+)
+def leader(request: Request) -> Iterator[Figures]:
+    """Seconds of a step of a lone worker, 128 rows x 256 tokens, over those of rank 0 of several workers whose peers
+    answer at once: what weak scaling loses by what rank 0 plans, reports and writes for all. One GPU does."""
+    job = Job(shape="0.5b", rows=128, tokens=256, steps=12)
+    if request.is_quick:
+        job = Job(shape="tiny", rows=16, tokens=16, steps=2, warm_up=1)
+    one = run(job, workers=1, rows=job.rows, echoes=1)
+    show("one worker", one)
+    for size in LEADER_BARS:
+        if request.wants(f"workers.leader_{size}"):
+            found = run(job, workers=1, rows=job.rows * size, echoes=size)
+            show(f"rank 0 of {size} workers", found)
+            yield {f"workers.leader_{size}": median(row[WHOLE] for row in one) / median(row[WHOLE] for row in found)}
 
 
 @measurement(

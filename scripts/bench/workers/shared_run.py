@@ -5,6 +5,7 @@ The first process starts the workers, which run this module, too.
 
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +21,11 @@ if TYPE_CHECKING:
     from parallm.model.shared_model import SharedModel
 
 
-def main(*, shape: str, vocabulary: int | None, workers: int, restarts: int, overrides: list[str], run: str) -> Any:
-    """`vocabulary` replaces that of the shape. `run` is the folder of the run."""
+def main(
+    *, shape: str, vocabulary: int | None, workers: int, restarts: int, overrides: list[str], run: str, echoes: int = 0
+) -> Any:
+    """`vocabulary` replaces that of the shape. `run` is the folder of the run. `echoes`: how many workers a single one
+    takes itself for; see `Echo`. With 1 and more, all completions have their full length."""
     settings = DistributedSettings(engine="mlx", workers=workers, restarts=restarts)
     if workers > 1 and identity_of() is None:
         with tempfile.TemporaryDirectory() as temporary, (interrupts := Interrupts()).counted():
@@ -34,6 +38,17 @@ def main(*, shape: str, vocabulary: int | None, workers: int, restarts: int, ove
         from bench.workers.loads import SHAPES  # noqa: PLC0415
         from bench.workers.random_model import random_model  # noqa: PLC0415
         from bench.workers.random_training import train_on  # noqa: PLC0415
+
+        if echoes:
+            from bench.workers.echo import Echo  # noqa: PLC0415
+            from parallm.distributed.parts import Shared, Single  # noqa: PLC0415
+            from parallm.rollout import collector  # noqa: PLC0415
+            from parallm.run import train as training  # noqa: PLC0415
+
+            vars(collector)["SamplingParams"] = partial(collector.SamplingParams, ignore_eos=True)
+            vars(training)["parts_for"] = lambda settings, _: (
+                Shared(Echo(echoes), settings, None) if echoes > 1 else Single()
+            )
 
         def make() -> "SharedModel":
             mx.random.seed(0)  # every worker has the same base
