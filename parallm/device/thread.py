@@ -74,8 +74,10 @@ class DeviceThread:
 
     @property
     def is_learning(self) -> bool:
-        """Whether an update is under way or waits."""
-        return bool(self._updates)
+        """Whether an update is under way, and has given the device its first unit of work."""
+        with suppress(IndexError):  # it may end meanwhile
+            return self._updates[0].has_begun
+        return False
 
     def attach(self, worker: Worker) -> None:
         """Step this engine whenever it has work. While there is another one, only the device thread may attach."""
@@ -297,6 +299,8 @@ class _Job:
         self._on_resume = on_resume
         self._awaited: Future[Any] | None = None
         self._last: Any = None
+        self.has_begun = False
+        """Whether a unit has ended."""
 
     @property
     def is_parked(self) -> bool:
@@ -317,6 +321,7 @@ class _Job:
             self._end(None, error)
         else:
             self._keep(value)
+            self.has_begun = True
             return False
         return True
 

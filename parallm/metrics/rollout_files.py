@@ -23,7 +23,7 @@ MAX_WAITING = 4
 MAX_WAIT, POLL = 2.0, 0.01
 """Seconds that a step's file waits for an update, in all and at once. Python runs one thread at a time: a writer delays
 the thread that launches decode steps, while an update leaves most of the time to others."""
-LEARNING_RATIO, OTHER_RATIO, MAX_SLEEP = 1.0, 5.0, 0.1
+LEARNING_RATIO, OTHER_RATIO, MAX_SLEEP = 2.0, 5.0, 0.1
 """Seconds that the thread sleeps for each second of its own processor time, during updates and else, and the most at
 once."""
 MEMORY_BYTES = 32 * 1024 * 1024

@@ -80,6 +80,8 @@ from parallm.types import BASE, POLICY
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 REWARD = "reward"
+COLLECTION_OBJECTS = 20_000
+"""New objects until Python looks for unused ones among them, in place of 700."""
 DTYPES = {mx.float32: "F32", mx.float16: "F16", mx.bfloat16: "BF16"}
 """Names that lists of models have for types of weights."""
 
@@ -475,10 +477,14 @@ def _rates(has_own: bool, of_policies: Mapping[str, RewardModel]) -> dict[str, R
 
 @contextmanager
 def frozen_heap() -> Iterator[None]:
-    """Exclude all present objects from garbage collections: a full one takes 0.1 s and stops every stream."""
+    """Exclude all present objects from garbage collections, a full one of which takes 0.1 s and stops every stream, and
+    look among new ones rarely."""
+    thresholds = gc.get_threshold()
     gc.collect()
     gc.freeze()
+    gc.set_threshold(COLLECTION_OBJECTS, *thresholds[1:])
     try:
         yield
     finally:
         gc.unfreeze()
+        gc.set_threshold(*thresholds)

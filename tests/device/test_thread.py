@@ -480,3 +480,18 @@ def test_a_policy_that_a_user_has_chosen_stays(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(os, "sched_getscheduler", lambda _, policy=policy: policy)
         run_until_it_waits()
         assert chosen == expected
+
+
+def test_an_update_counts_as_learning_once_a_unit_has_ended(device: DeviceThread) -> None:
+    seen: list[bool] = []
+
+    def units() -> Iterator[int]:
+        for number in range(3):
+            seen.append(device.is_learning)
+            yield number
+
+    assert not device.is_learning
+    device.iterate(units()).result(5)
+    assert seen == [False, True, True]
+    device.call(lambda: None).result(5)
+    assert not device.is_learning
