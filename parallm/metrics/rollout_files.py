@@ -23,9 +23,11 @@ MAX_WAITING = 4
 MAX_WAIT, POLL = 2.0, 0.01
 """Seconds that a step's file waits for an update, in all and at once. Python runs one thread at a time: a writer delays
 the thread that launches decode steps, while an update leaves most of the time to others."""
-LEARNING_RATIO, OTHER_RATIO, MAX_SLEEP = 2.0, 5.0, 0.1
-"""Seconds that the thread sleeps for each second of its own processor time, during updates and else, and the most at
-once."""
+LEARNING_RATIO, LATE_RATIO, OTHER_RATIO, MAX_SLEEP = 1.0, 2.0, 5.0, 0.1
+"""Seconds that the thread sleeps for each second of its own processor time: during updates; else while another step
+waits, and while none does; and the most at once."""
+MAX_LATE = 1
+"""Steps that may wait until the thread sleeps no more."""
 MEMORY_BYTES = 32 * 1024 * 1024
 """Bytes of the newest files that stay in memory; the newest file stays in any case."""
 
@@ -48,22 +50,27 @@ _Work = StepRollouts | _Keep | _GoOnAfter
 class Throttle:
     """Waits for an update before short pieces of a thread's work, and sleeps after each in proportion to it."""
 
-    def __init__(self, is_idle: Callable[[], bool], is_learning: Callable[[], bool]) -> None:
-        """`is_idle`: whether no other work waits for the thread; else it goes on at once. `is_learning`: whether an
-        update is under way."""
-        self._is_idle = is_idle
+    def __init__(self, num_waiting: Callable[[], int], is_learning: Callable[[], bool]) -> None:
+        """`num_waiting`: how much other work waits for the thread. `is_learning`: whether an update is under way."""
+        self._num_waiting = num_waiting
         self._is_learning = is_learning
         self._left = MAX_WAIT
         self._began = time.thread_time()  # unlike wall time, it does not run while the thread waits for Python's lock
 
     def __call__(self) -> None:
         used = time.thread_time() - self._began
-        while self._left > 0 and self._is_idle() and not self._is_learning():
+        while self._left > 0 and not self._num_waiting() and not self._is_learning():
             time.sleep(POLL)
             self._left -= POLL
-        if self._is_idle():
-            time.sleep(min((LEARNING_RATIO if self._is_learning() else OTHER_RATIO) * used, MAX_SLEEP))
+        time.sleep(min(self._ratio() * used, MAX_SLEEP))
         self._began = time.thread_time()
+
+    def _ratio(self) -> float:
+        if (waiting := self._num_waiting()) > MAX_LATE:
+            return 0.0
+        if self._is_learning():
+            return LEARNING_RATIO
+        return LATE_RATIO if waiting else OTHER_RATIO
 
 
 class RolloutFiles:
@@ -97,6 +104,7 @@ class RolloutFiles:
         self._sizes: dict[int, int] | None = None  # by step, the writer's
         self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
         self._num_waiting = 0
+        self._is_closing = False
         self._thread: threading.Thread | None = None
         self.reading = RolloutFolder(self._folder, self._in_memory, lambda: self._num_dropped)
 
@@ -136,6 +144,7 @@ class RolloutFiles:
     def close(self) -> None:
         """Wait until all is written. May block for the time of `MAX_WAITING` files."""
         if self._thread is not None:
+            self._is_closing = True
             self._work.put(None)
             self._thread.join()
             self._thread = None
@@ -172,7 +181,7 @@ class RolloutFiles:
             self._write(work)
 
     def _write(self, rollouts: StepRollouts) -> None:
-        throttle = Throttle(self._work.empty, self._is_learning)
+        throttle = Throttle(lambda: MAX_WAITING if self._is_closing else self._work.qsize(), self._is_learning)
         throttle()
         content = encode(rollouts, self._texts.cut, throttle)
         if rollouts.is_kept:

@@ -11,7 +11,9 @@ import pytest
 
 from parallm.errors import RolloutsDamaged, UnknownObject
 from parallm.metrics.rollout_files import (
+    LATE_RATIO,
     LEARNING_RATIO,
+    MAX_LATE,
     MAX_SLEEP,
     MAX_WAIT,
     MAX_WAITING,
@@ -187,24 +189,29 @@ def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_a_throttled_thread_sleeps_in_proportion_to_its_work(
     slept: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    is_idle = [True]
-    throttle = Throttle(lambda: is_idle[0], lambda: True)
+    waiting, is_learning = [0], [True]
+    throttle = Throttle(lambda: waiting[0], lambda: is_learning[0])
     throttle()
     assert slept == [pytest.approx(LEARNING_RATIO * 0.005)]
+    waiting[0] = MAX_LATE
+    throttle()
+    is_learning[0] = False
+    throttle()
+    assert slept[1:] == [pytest.approx(LEARNING_RATIO * 0.005), pytest.approx(LATE_RATIO * 0.005)]
+    waiting[0] = MAX_LATE + 1
+    throttle()
+    assert slept[3:] == [0.0]
+    waiting[0], is_learning[0] = 0, True
     clock = iter((10.0, 10.0))
     monkeypatch.setattr("parallm.metrics.rollout_files.time.thread_time", lambda: next(clock))
     throttle()
-    assert slept[1:] == [MAX_SLEEP]
-    is_idle[0] = False
-    monkeypatch.setattr("parallm.metrics.rollout_files.time.thread_time", lambda: 11.0)
-    throttle()
-    assert len(slept) == 2
+    assert slept[4:] == [MAX_SLEEP]
 
 
 def test_a_throttled_thread_waits_for_an_update_but_not_for_ever(slept: list[float]) -> None:
-    is_idle = [True]
+    waiting = [0]
     answers: Iterator[bool] = itertools.repeat(False)
-    throttle = Throttle(lambda: is_idle[0], lambda: next(answers))
+    throttle = Throttle(lambda: waiting[0], lambda: next(answers))
     answers = iter([False, False, True, True])
     throttle()
     assert slept == [POLL, POLL, pytest.approx(LEARNING_RATIO * 0.005)]
@@ -216,12 +223,13 @@ def test_a_throttled_thread_waits_for_an_update_but_not_for_ever(slept: list[flo
     slept.clear()
     throttle()
     assert slept == [pytest.approx(OTHER_RATIO * 0.005)], "it has waited long enough for this file"
-    is_idle[0] = False
-    throttle()
-    assert len(slept) == 1
+    later = Throttle(lambda: waiting[0], lambda: False)
+    waiting[0] = 1
+    later()
+    assert slept[1:] == [pytest.approx(LATE_RATIO * 0.005)], "another step waits"
 
 
-def test_the_writer_is_throttled_while_no_other_step_waits(make: Make, slept: list[float]) -> None:
+def test_the_writer_is_throttled_until_several_steps_wait(make: Make, slept: list[float]) -> None:
     begun, may_go_on = threading.Event(), threading.Event()
 
     def slow(rows: Sequence[Sequence[int]]) -> list[str]:
@@ -229,23 +237,35 @@ def test_the_writer_is_throttled_while_no_other_step_waits(make: Make, slept: li
         may_go_on.wait(60)
         return letters(rows)
 
-    def wait_for(files: RolloutFiles) -> int:
-        """How often the writer has slept until nothing waits."""
+    def wait_for(files: RolloutFiles) -> float:
+        """How long the writer has slept until nothing waits."""
         may_go_on.set()
         while files._num_waiting:
             threading.Event().wait(0.001)
-        number = len(slept)
+        seconds = sum(slept)
         slept.clear()
-        return number
+        return seconds
 
     files = make(decode=slow)
     files.put(STEP)
-    assert wait_for(files) > sum(len(group.trajectories) for group in STEP.groups)
+    assert wait_for(files) > 0.005 * sum(len(group.trajectories) for group in STEP.groups)
     files.put(STEP)  # its tokens are known now
     of_one = wait_for(files)
     for event in (begun, may_go_on):
         event.clear()
     files.put(replace(STEP, step=8))
     begun.wait(60)
-    files.put(replace(STEP, step=9))
-    assert wait_for(files) == of_one + 1, "the last of two, and once before the other had begun"
+    for step in (9, 10):
+        files.put(replace(STEP, step=step))
+    before_the_first = LEARNING_RATIO * 0.005
+    assert wait_for(files) == pytest.approx(before_the_first + 2 * of_one), "the first of three has made haste"
+
+
+def test_a_writer_that_is_closed_makes_haste(make: Make, slept: list[float]) -> None:
+    files = make(is_learning=lambda: False)
+    files.close()
+    files._is_closing = True
+    files.put(STEP)
+    while files._num_waiting:
+        threading.Event().wait(0.001)
+    assert sum(slept) == 0
