@@ -201,5 +201,6 @@ def _all_gather(part: bytes, lengths: Sequence[int], group: mx.distributed.Group
     words.view(np.uint8)[: len(part)] = np.frombuffer(part, np.uint8)
     if not len(words):
         return [b""] * len(lengths)
-    rows = np.array(mx.distributed.all_gather(mx.array(words)[None], group=group, stream=stream))
-    return [row.tobytes()[:length] for row, length in zip(rows, lengths, strict=True)]
+    all_RW = mx.distributed.all_gather(mx.array(words)[None], group=group, stream=stream)
+    mx.eval(all_RW)  # which leaves Python to others while it waits
+    return [row.tobytes()[:length] for row, length in zip(np.array(all_RW), lengths, strict=True)]
