@@ -7,8 +7,8 @@ import numpy as np
 
 
 class ArrayRow(Sequence[Any]):
-    """A row of an array, with the methods of a tuple and for NumPy. Never changed; Python's numbers are made anew
-    whenever they are asked for."""
+    """A row of an array: a sequence that is equal to the tuple of its numbers, and an array for NumPy. Never changed;
+    Python's numbers are made anew whenever they are asked for."""
 
     __slots__ = ("_values",)
 

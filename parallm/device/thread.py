@@ -313,6 +313,7 @@ class _Job:
             return True
         if not self._is_cancellable and not self.future.running() and not self.future.set_running_or_notify_cancel():
             return True
+        self._awaited = None  # it may hold the last one's result
         try:
             value = next(self._units)
         except StopIteration:

@@ -52,7 +52,14 @@ class _Wait:
     """Messages that have come from the ranks so far, at rank 0."""
     then: Callable[[list[bytes]], object] | None = None
     """Called with the result, also if nobody waits for the future any more."""
+    guards: Future[Any] | None = None
+    """What waits for the block that this one guards."""
     began: float = field(default_factory=time.monotonic)
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether somebody waits for the result."""
+        return not self.future.cancelled() and (self.guards is None or not self.guards.cancelled())
 
     def end(self, parts: list[bytes]) -> None:
         if self.then is not None:
@@ -145,7 +152,7 @@ class Channel:
         """Return the parts that all ranks give under this label, in the order of ranks.
 
         All ranks must use the same labels; a label may be used again when its future is done. `then` is called with the
-        parts as soon as they are here: of several gathers in the same order at all ranks, with a lock held.
+        parts as soon as they are here, by one thread after the other: all ranks hear of several gathers in one order.
         """
         with self._lock:
             wait = self._waits.setdefault(label, _Wait())
@@ -192,7 +199,7 @@ class Channel:
     @contextmanager
     def guarded(self, label: str, future: Future[Any]) -> Iterator[None]:
         """Fail the exchange, and `future` with it, if the block takes longer than the time limit."""
-        wait = _Wait(deadline=time.monotonic() + self._timeout)
+        wait = _Wait(deadline=time.monotonic() + self._timeout, guards=future)
         wait.future.add_done_callback(lambda done: settle(future, error=done.exception()))
         with self._lock:
             if self.failure is not None:
@@ -283,7 +290,7 @@ class Channel:
         link.has_left = True
         if reason:
             self.fail(f"rank {link.rank} has ended: {reason}")
-        elif self._pending():
+        elif any(wait.is_needed for _, wait in self._pending()):
             self.fail(f"rank {link.rank} ended before the others")
         self.broadcasts.put(None)
 

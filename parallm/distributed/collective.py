@@ -27,6 +27,8 @@ from parallm.distributed.exchange import Vectors, add_slots
 from parallm.distributed.identity import Backend
 from parallm.errors import ExchangeFailed
 
+CLOSE_SECONDS = 5.0
+"""Time to end the collectives that are queued when a worker leaves."""
 GATHER, SUM = "exchange/gather_seconds", "exchange/sum_seconds"
 Compute = Callable[[mx.distributed.Group, mx.Stream], Any]
 
@@ -58,6 +60,8 @@ class Collective:
         self._seconds = {"exchange/wait_seconds": 0.0, GATHER: 0.0, SUM: 0.0}
         self._lock = threading.Lock()
         self._num_open, self._open_since = 0, 0.0  # gathers that wait, of several steps with steps ahead
+        self._awaited: set[Future[Any]] = set()  # results of collectives
+        channel.loss().add_done_callback(self._end_all)
         joined: Future[object] = Future()
         self._thread = threading.Thread(target=self._run, args=(backend, joined), name="exchange", daemon=True)
         with channel.guarded("joining the group", joined):
@@ -110,6 +114,8 @@ class Collective:
 
     def close(self, reason: str = "") -> None:
         self._work.put(None)
+        if self.failure is None:
+            self._thread.join(CLOSE_SECONDS)  # others may count on this rank in what it has given up
         self._channel.close(reason)
 
     def _run(self, backend: Backend, joined: Future[object]) -> None:
@@ -130,9 +136,9 @@ class Collective:
         while (work := self._work.get()) is not None:
             began = time.perf_counter()
             try:
-                with mx.stream(stream), self._channel.guarded(work.label, work.future):
+                with mx.stream(stream), self._channel.guarded(f"making {work.label}", work.future):
                     result = work.compute(group, stream)
-            except (RuntimeError, ExchangeFailed) as error:
+            except Exception as error:  # noqa: BLE001  # whatever it is, others wait for this rank
                 self._channel.fail(f"rank {self.rank} has failed in {work.label}: {error}")
                 settle(work.future, error=ExchangeFailed(self.failure or str(error)))
                 return
@@ -173,17 +179,18 @@ class Collective:
     def _queue(self, label: str, kind: str, part: bytes, begin: Callable[[list[bytes]], Compute]) -> Future[Any]:
         """Make the collective that `begin` returns once all ranks have given their part."""
         future: Future[Any] = Future()
-        lost = self._channel.loss()
-        lost.add_done_callback(lambda ended: None if ended.cancelled() else settle(future, error=ended.exception()))
+        self._awaited.add(future)
+        future.add_done_callback(self._awaited.discard)
         announced = self._gather(label, part, lambda parts: self._work.put(_Work(label, kind, begin(parts), future)))
-
-        def end(ended: Future[Any]) -> None:
-            lost.cancel()
-            if ended.cancelled():  # here; other ranks may count on this one all the same
-                announced.cancel()
-
-        future.add_done_callback(end)
+        # given up here; other ranks may count on this one all the same
+        future.add_done_callback(lambda ended: announced.cancel() if ended.cancelled() else None)
+        if self.failure is not None:
+            settle(future, error=ExchangeFailed(self.failure))
         return future
+
+    def _end_all(self, lost: Future[list[bytes]]) -> None:
+        for future in tuple(self._awaited):
+            settle(future, error=lost.exception())
 
     def _count_wait(self, _: Future[list[bytes]]) -> None:
         with self._lock:

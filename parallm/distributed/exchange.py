@@ -6,7 +6,7 @@ slots whatever the number of ranks is, and they are added in their order.
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from typing import Protocol
+from typing import Any, Protocol
 
 import mlx.core as mx
 
@@ -65,10 +65,10 @@ class Alone:
         raise AssertionError(f"one process has no peer to lose: {reason}")
 
     def gather(self, label: str, part: bytes) -> Future[list[bytes]]:
-        return _done([part])
+        return done([part])
 
     def all_gather(self, label: str, part: bytes) -> Future[list[bytes]]:
-        return _done([part])
+        return done([part])
 
     def loss(self) -> Future[list[bytes]]:
         return Future()
@@ -76,7 +76,7 @@ class Alone:
     def sum_slots(self, vectors_N: Vectors, used: Sequence[int], slots: int, length: int) -> Future[mx.array]:
         total_N = add_slots([vectors_N[slot] for slot in used])
         mx.eval(total_N)
-        return _done(total_N)
+        return done(total_N)
 
     def take_seconds(self) -> dict[str, float]:
         return {}
@@ -92,7 +92,8 @@ def add_slots(vectors_N: Sequence[mx.array]) -> mx.array:
     return total_N
 
 
-def _done(result: object) -> Future:  # type: ignore[type-arg]
-    future: Future[object] = Future()
+def done(result: Any) -> Future[Any]:
+    """A future that has this result."""
+    future: Future[Any] = Future()
     future.set_result(result)
     return future

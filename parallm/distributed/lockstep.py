@@ -114,7 +114,7 @@ class LeadingEngine(Engine):
             report=report,
             async_scheduling=async_scheduling,
         )
-        self._preparations = self._led(self._preparations)
+        self._preparations = self._led(ended_by_memory(self._preparations, channel))
 
     def add(self, request: GenerationRequest, is_streaming: bool) -> None:
         if request.switches_in_flight:
@@ -231,6 +231,7 @@ class FollowingEngine(Engine):
             report=lambda names, error: None,
             async_scheduling=async_scheduling,
         )
+        self._preparations = ended_by_memory(self._preparations, channel)
 
     def has_work(self, traffic: TrafficClass) -> bool:
         """No: rank 0 says when."""
@@ -272,6 +273,20 @@ class FollowingEngine(Engine):
     def _check_last(self) -> None:
         if self._error is not None:
             raise WorkersDiffer(f"a step has failed at rank {self._rank} and not at rank 0: {self._error}")
+
+
+def ended_by_memory(preparations: Iterator[int], channel: Channel) -> Iterator[int]:
+    """The same; a rank whose memory runs out ends all, because others may wait for it in a sum."""
+    while True:
+        try:
+            prepared = next(preparations, None)
+        except Exception as error:
+            if is_out_of_memory(error):
+                channel.fail(f"rank {channel.rank}: {error}; lower engine.kv_cache_bytes")
+            raise
+        if prepared is None:
+            return
+        yield prepared
 
 
 def agreed_settings(

@@ -1,7 +1,7 @@
 """Writes the completions of each step beside the loop: `rollouts/step_000412.safetensors` in the run folder.
 
-The loop hands over what it has and goes on; a thread cuts texts, packs arrays and writes, throttled while no other step
-waits. The trainer drives it.
+The loop hands over what it has and goes on; a thread cuts texts, packs arrays and writes, throttled until it is late.
+The trainer drives it.
 """
 
 import logging
@@ -51,7 +51,7 @@ class Throttle:
     """Waits for an update before short pieces of a thread's work, and sleeps after each in proportion to it."""
 
     def __init__(self, num_waiting: Callable[[], int], is_learning: Callable[[], bool]) -> None:
-        """`num_waiting`: how much other work waits for the thread. `is_learning`: whether an update is under way."""
+        """`num_waiting`: how many other steps wait for the thread. `is_learning`: whether an update is under way."""
         self._num_waiting = num_waiting
         self._is_learning = is_learning
         self._left = MAX_WAIT
@@ -181,7 +181,7 @@ class RolloutFiles:
             self._write(work)
 
     def _write(self, rollouts: StepRollouts) -> None:
-        throttle = Throttle(lambda: MAX_WAITING if self._is_closing else self._work.qsize(), self._is_learning)
+        throttle = Throttle(lambda: MAX_WAITING if self._is_closing else self._num_waiting - 1, self._is_learning)
         throttle()
         content = encode(rollouts, self._texts.cut, throttle)
         if rollouts.is_kept:

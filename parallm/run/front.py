@@ -5,8 +5,9 @@ import sys
 from collections.abc import Mapping
 
 from parallm.config.schema import FrontConfig
+from parallm.device.garbage import collect_rarely
 from parallm.distributed.front.connection import address_of
-from parallm.distributed.front.process import collect_rarely, open_front
+from parallm.distributed.front.process import open_front
 from parallm.distributed.settings import FrontSettings
 from parallm.errors import ConfigError
 from parallm.interrupts import until_signal

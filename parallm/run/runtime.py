@@ -5,10 +5,9 @@
 
 import asyncio
 import dataclasses
-import gc
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -22,6 +21,7 @@ from parallm.checkpoint.adapter_store import AdapterStore
 from parallm.checkpoint.persistent_table import PersistentTable
 from parallm.config.run_folder import RUNS_FOLDER
 from parallm.device.blas import BlasReport, set_blas_threads
+from parallm.device.garbage import frozen_heap
 from parallm.device.governor import Governor
 from parallm.device.memory import wire_memory
 from parallm.device.settings import DeviceSettings
@@ -80,8 +80,6 @@ from parallm.types import BASE, POLICY
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 REWARD = "reward"
-COLLECTION_OBJECTS = 20_000
-"""New objects until Python looks for unused ones among them, in place of 700."""
 DTYPES = {mx.float32: "F32", mx.float16: "F16", mx.bfloat16: "BF16"}
 """Names that lists of models have for types of weights."""
 
@@ -473,18 +471,3 @@ def _rates(has_own: bool, of_policies: Mapping[str, RewardModel]) -> dict[str, R
     one and there is no adapter of this name."""
     named = {f"{policy}@{REWARD}": model.rate for policy, model in of_policies.items()}
     return dict(zip((REWARD,), named.values(), strict=True)) if len(named) == 1 and not has_own else named
-
-
-@contextmanager
-def frozen_heap() -> Iterator[None]:
-    """Exclude all present objects from garbage collections, a full one of which takes 0.1 s and stops every stream, and
-    look among new ones rarely."""
-    thresholds = gc.get_threshold()
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(COLLECTION_OBJECTS, *thresholds[1:])
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-        gc.set_threshold(*thresholds)

@@ -283,6 +283,26 @@ def test_an_error_of_a_preparation_ends_no_request(pair: Callable[..., Pair], mo
     assert both.failures == []
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_memory_that_runs_out_in_a_preparation_stops_all(
+    pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    def compilations(memory: object) -> Iterator[int]:
+        yield 4
+        if memory is (both.leader, both.follower)[rank].memory:
+            raise RuntimeError("[malloc] Unable to allocate 8 bytes")
+        yield 8
+
+    monkeypatch.setattr(SlotMemory, "compilations", compilations)
+    both = pair()
+    for _ in range(2):
+        both.leader.prepare()
+        both.follow()
+    lines: list[Any] = [both.line, both.follower._channel]
+    assert [line.failure is not None for line in lines] == [rank == 0, rank == 1]
+    assert f"rank {rank}: [malloc] Unable to allocate 8 bytes; lower engine.kv_cache_bytes" == lines[rank].failure
+
+
 def test_memory_that_runs_out_stops_all(pair: Callable[..., Pair]) -> None:
     both = pair()
     both.leader.fail("serving", RuntimeError("[malloc] Unable to allocate 8 bytes"))

@@ -3,6 +3,7 @@
 import itertools
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -261,11 +262,20 @@ def test_the_writer_is_throttled_until_several_steps_wait(make: Make, slept: lis
     assert wait_for(files) == pytest.approx(before_the_first + 2 * of_one), "the first of three has made haste"
 
 
-def test_a_writer_that_is_closed_makes_haste(make: Make, slept: list[float]) -> None:
+def test_a_writer_that_is_closed_makes_haste(make: Make) -> None:
     files = make(is_learning=lambda: False)
+    began = time.monotonic()
+    for step in (7, 8):
+        files.put(replace(STEP, step=step))
     files.close()
-    files._is_closing = True
+    assert time.monotonic() - began < MAX_WAIT / 2
+    assert files._num_waiting == 0
+
+
+def test_an_evaluated_step_is_no_step_that_waits(make: Make, slept: list[float]) -> None:
+    files = make(is_learning=lambda: False)
     files.put(STEP)
+    files.keep(STEP.step)
     while files._num_waiting:
         threading.Event().wait(0.001)
-    assert sum(slept) == 0
+    assert sum(slept) >= MAX_WAIT

@@ -21,6 +21,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from parallm.device.garbage import collect_rarely
 from parallm.distributed.front.app import Front
 from parallm.distributed.front.workers import Workers
 from parallm.distributed.gang import Interrupts, NoFront
@@ -35,8 +36,6 @@ from parallm.server.settings import ServerSettings
 CLOSE_SECONDS = 5.0
 """Time to end after the last answer."""
 SECONDS_BETWEEN_STARTS = 1.0
-COLLECTION_OBJECTS = 20_000
-"""New objects until Python looks for unused ones among them, in place of 700."""
 
 logger = logging.getLogger(__name__)
 
@@ -161,11 +160,6 @@ async def open_front(
         workers.end_waiting()
         await http.stop()
         await workers.close()
-
-
-def collect_rarely() -> None:
-    """Let Python look for unused objects less often, which takes a tenth of the time of a request."""
-    gc.set_threshold(COLLECTION_OBJECTS, 10, 10)
 
 
 async def _serve(lines: asyncio.StreamReader) -> None:

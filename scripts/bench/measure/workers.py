@@ -39,6 +39,7 @@ WHOLE = "seconds from the step before"
 TIMES = {WHOLE: "step s", "seconds/rollout": "sampling s", "seconds/update": "update s"}
 COLUMNS = TIMES | {
     "exchange/wait_seconds": "waits s",
+    "exchange/gather_seconds": "gathers s",
     "exchange/sum_seconds": "sum s",
 }
 

@@ -5,11 +5,10 @@ So a step takes rank 0 what it takes without waiting, and without the bytes on t
 
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any
 
 import mlx.core as mx
 
-from parallm.distributed.exchange import Alone, Vectors
+from parallm.distributed.exchange import Alone, Vectors, done
 from parallm.distributed.wire import pack_rounds, unpack_rounds
 
 
@@ -20,21 +19,15 @@ class Echo(Alone):
         self.size = size
 
     def gather(self, label: str, part: bytes) -> Future[list[bytes]]:
-        return _done([part] * self.size)
+        return done([part] * self.size)
 
     def all_gather(self, label: str, part: bytes) -> Future[list[bytes]]:
         if not label.startswith("rounds"):
             return self.gather(label, part)
         rounds = unpack_rounds(part)
-        return _done([pack_rounds([(index + rank, *rest) for index, *rest in rounds]) for rank in range(self.size)])
+        return done([pack_rounds([(index + rank, *rest) for index, *rest in rounds]) for rank in range(self.size)])
 
     def sum_slots(self, vectors_N: Vectors, used: Sequence[int], slots: int, length: int) -> Future[mx.array]:
         total_N = vectors_N[0] * len(used)
         mx.eval(total_N)
-        return _done(total_N)
-
-
-def _done(result: object) -> Future[Any]:
-    future: Future[Any] = Future()
-    future.set_result(result)
-    return future
+        return done(total_N)
