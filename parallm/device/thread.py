@@ -22,6 +22,7 @@ from parallm.types import TrafficClass
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
+TRAFFIC: tuple[TrafficClass, ...] = ("serving", "rollout")
 QUIET_SECONDS = 0.25
 """Time without work after which engines prepare what they may need."""
 ENDED = "the device thread has ended; restart the process"
@@ -73,11 +74,13 @@ class DeviceThread:
         return self._worker is not None and self._worker.has_work("serving")
 
     @property
-    def is_learning(self) -> bool:
-        """Whether an update is under way, and has given the device its first unit of work."""
-        with suppress(IndexError):  # it may end meanwhile
-            return self._updates[0].has_begun
-        return False
+    def is_decoding(self) -> bool:
+        """Whether decode steps are launched: there are requests, and no update has given the device its first unit of
+        work."""
+        with suppress(IndexError):  # there is none, or it ends meanwhile
+            if self._updates[0].has_begun:
+                return False
+        return self._worker is not None and any(map(self._worker.has_work, TRAFFIC))
 
     def attach(self, worker: Worker) -> None:
         """Step this engine whenever it has work. While there is another one, only the device thread may attach."""
@@ -199,7 +202,7 @@ class DeviceThread:
     def _ready(self) -> list[Work]:
         ready: list[Work] = []
         if self._worker is not None:
-            ready += [traffic for traffic in ("serving", "rollout") if self._worker.has_work(traffic)]
+            ready += [traffic for traffic in TRAFFIC if self._worker.has_work(traffic)]
         if self._scorings and "rollout" not in ready:
             ready.append("rollout")
         if self._encodings:
@@ -273,7 +276,7 @@ class DeviceThread:
             with suppress(InvalidStateError):  # who waited may have cancelled it, also in this moment
                 future.set_exception(error)
         if self._worker is not None:
-            for traffic in ("serving", "rollout"):
+            for traffic in TRAFFIC:
                 self._worker.fail(traffic, error)
 
 

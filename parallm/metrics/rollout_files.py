@@ -21,11 +21,11 @@ FOLDER = "rollouts"
 MAX_WAITING = 4
 """Steps that wait for the thread; those beyond are dropped and counted."""
 MAX_WAIT, POLL = 2.0, 0.01
-"""Seconds that a step's file waits for an update, in all and at once. Python runs one thread at a time: a writer delays
-the thread that launches decode steps, while an update leaves most of the time to others."""
-LEARNING_RATIO, LATE_RATIO, OTHER_RATIO, MAX_SLEEP = 1.0, 2.0, 5.0, 0.1
-"""Seconds that the thread sleeps for each second of its own processor time: during updates; else while another step
-waits, and while none does; and the most at once."""
+"""Seconds that a step's file waits while decode steps are launched, in all and at once. Python runs one thread at a
+time: a writer delays the one that launches them, while an update leaves most of the time to others."""
+QUIET_RATIO, LATE_RATIO, DECODING_RATIO, MAX_SLEEP = 1.0, 2.0, 5.0, 0.1
+"""Seconds that the thread sleeps for each second of its own processor time: while no decode steps are launched; else if
+another step waits, and if none does; and the most at once."""
 MAX_LATE = 1
 """Steps that may wait until the thread sleeps no more."""
 MEMORY_BYTES = 32 * 1024 * 1024
@@ -48,18 +48,18 @@ _Work = StepRollouts | _Keep | _GoOnAfter
 
 
 class Throttle:
-    """Waits for an update before short pieces of a thread's work, and sleeps after each in proportion to it."""
+    """Waits for the end of decoding before short pieces of a thread's work, and sleeps in proportion after each."""
 
-    def __init__(self, num_waiting: Callable[[], int], is_learning: Callable[[], bool]) -> None:
-        """`num_waiting`: how many other steps wait for the thread. `is_learning`: whether an update is under way."""
+    def __init__(self, num_waiting: Callable[[], int], is_decoding: Callable[[], bool]) -> None:
+        """`num_waiting`: how many other steps wait for the thread. `is_decoding`: whether decode steps are launched."""
         self._num_waiting = num_waiting
-        self._is_learning = is_learning
+        self._is_decoding = is_decoding
         self._left = MAX_WAIT
         self._began = time.thread_time()  # unlike wall time, it does not run while the thread waits for Python's lock
 
     def __call__(self) -> None:
         used = time.thread_time() - self._began
-        while self._left > 0 and not self._num_waiting() and not self._is_learning():
+        while self._left > 0 and not self._num_waiting() and self._is_decoding():
             time.sleep(POLL)
             self._left -= POLL
         time.sleep(min(self._ratio() * used, MAX_SLEEP))
@@ -68,9 +68,9 @@ class Throttle:
     def _ratio(self) -> float:
         if (waiting := self._num_waiting()) > MAX_LATE:
             return 0.0
-        if self._is_learning():
-            return LEARNING_RATIO
-        return LATE_RATIO if waiting else OTHER_RATIO
+        if not self._is_decoding():
+            return QUIET_RATIO
+        return LATE_RATIO if waiting else DECODING_RATIO
 
 
 class RolloutFiles:
@@ -86,15 +86,15 @@ class RolloutFiles:
         texts: TokenTexts,
         *,
         max_bytes: int,
-        is_learning: Callable[[], bool],
+        is_decoding: Callable[[], bool],
         evaluated: Collection[int] = (),
     ) -> None:
-        """`folder` is that of the run; `is_learning`: whether an update is under way, which any thread may ask;
+        """`folder` is that of the run; `is_decoding`: whether decode steps are launched, which any thread may ask;
         `evaluated`: the steps of its evaluations so far."""
         self._folder = folder / FOLDER
         self._texts = texts
         self._max_bytes = max_bytes
-        self._is_learning = is_learning
+        self._is_decoding = is_decoding
         self._kept = set(evaluated)  # the writer's
         self._newest: OrderedDict[int, bytes] = OrderedDict()
         self._lock = threading.Lock()  # of `_newest`
@@ -181,7 +181,7 @@ class RolloutFiles:
             self._write(work)
 
     def _write(self, rollouts: StepRollouts) -> None:
-        throttle = Throttle(lambda: MAX_WAITING if self._is_closing else self._num_waiting - 1, self._is_learning)
+        throttle = Throttle(lambda: MAX_WAITING if self._is_closing else self._num_waiting - 1, self._is_decoding)
         throttle()
         content = encode(rollouts, self._texts.cut, throttle)
         if rollouts.is_kept:

@@ -225,7 +225,7 @@ def _rollouts(spec: PolicySpec, runtime: Runtime, sources: AsyncExitStack) -> Ro
         spec.folder,
         TokenTexts(runtime.model.tokenizer.decode_rows),
         max_bytes=spec.config.metrics.rollout_bytes,
-        is_learning=lambda: runtime.device.is_learning,
+        is_decoding=lambda: runtime.device.is_decoding,
         evaluated=[row["step"] for row in evaluations],
     )
     sources.push_async_callback(asyncio.to_thread, files.close)

@@ -482,16 +482,21 @@ def test_a_policy_that_a_user_has_chosen_stays(monkeypatch: pytest.MonkeyPatch) 
         assert chosen == expected
 
 
-def test_an_update_counts_as_learning_once_a_unit_has_ended(device: DeviceThread) -> None:
-    seen: list[bool] = []
+def test_nothing_is_decoded_once_an_update_has_ended_a_unit_or_without_requests(device: DeviceThread) -> None:
+    worker, seen = Counter({}), [device.is_decoding]
 
     def units() -> Iterator[int]:
         for number in range(3):
-            seen.append(device.is_learning)
+            seen.append(device.is_decoding)
             yield number
 
-    assert not device.is_learning
-    device.iterate(units()).result(5)
-    assert seen == [False, True, True]
-    device.call(lambda: None).result(5)
-    assert not device.is_learning
+    device.attach(worker)
+    seen.append(device.is_decoding)
+    hold, held = blocked(device)
+    worker.units["rollout"] = 10**6
+    learned = device.iterate(units())
+    hold.set()
+    held.result(5)
+    learned.result(5)
+    worker.units["rollout"] = 0
+    assert seen == [False, False, True, False, False]

@@ -108,13 +108,25 @@ class PoolsInNumpy:
         return []
 
 
+class NothingCaptured:
+    """Stands in for `CapturedForward`."""
+
+    min_rows = 1
+
+    def __init__(self, model: object) -> None: ...
+
+    def __call__(self, *_: object) -> None: ...
+
+    def prepare(self, *_: object) -> None: ...
+
+
 def install_pages(monkeypatch: pytest.MonkeyPatch) -> PoolsInNumpy:
     """Let engines that are made from now on keep their keys and values in pages."""
     pools = PoolsInNumpy()
     monkeypatch.setattr(memory, "can_decode", lambda model: model.is_batch_invariant)
     monkeypatch.setattr(memory, "fits", lambda model: model.is_batch_invariant)
     monkeypatch.setattr(paged_memory, "CompiledForward", lambda *_: None)
-    monkeypatch.setattr(paged_memory, "CapturedForward", lambda *_: None)
+    monkeypatch.setattr(paged_memory, "CapturedForward", NothingCaptured)
     monkeypatch.setattr(paged_memory, "grown", pools.grown)
     monkeypatch.setattr(paged_memory, "first_page", lambda pool: pool)
     monkeypatch.setattr(attention_metadata, "plan_pages", plan_pages)

@@ -12,14 +12,14 @@ import pytest
 
 from parallm.errors import RolloutsDamaged, UnknownObject
 from parallm.metrics.rollout_files import (
+    DECODING_RATIO,
     LATE_RATIO,
-    LEARNING_RATIO,
     MAX_LATE,
     MAX_SLEEP,
     MAX_WAIT,
     MAX_WAITING,
-    OTHER_RATIO,
     POLL,
+    QUIET_RATIO,
     RolloutFiles,
     Throttle,
     steps_to_remove,
@@ -41,7 +41,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
     made: list[RolloutFiles] = []
 
     def build(max_bytes: int = 1 << 20, decode: Decode = letters, **values: object) -> RolloutFiles:
-        values = {"is_learning": lambda: True} | values
+        values = {"is_decoding": lambda: False} | values
         made.append(RolloutFiles(tmp_path, TokenTexts(decode), max_bytes=max_bytes, **values))  # type: ignore[arg-type]
         return made[-1]
 
@@ -190,41 +190,41 @@ def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_a_throttled_thread_sleeps_in_proportion_to_its_work(
     slept: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    waiting, is_learning = [0], [True]
-    throttle = Throttle(lambda: waiting[0], lambda: is_learning[0])
+    waiting, is_decoding = [0], [False]
+    throttle = Throttle(lambda: waiting[0], lambda: is_decoding[0])
     throttle()
-    assert slept == [pytest.approx(LEARNING_RATIO * 0.005)]
+    assert slept == [pytest.approx(QUIET_RATIO * 0.005)]
     waiting[0] = MAX_LATE
     throttle()
-    is_learning[0] = False
+    is_decoding[0] = True
     throttle()
-    assert slept[1:] == [pytest.approx(LEARNING_RATIO * 0.005), pytest.approx(LATE_RATIO * 0.005)]
+    assert slept[1:] == [pytest.approx(QUIET_RATIO * 0.005), pytest.approx(LATE_RATIO * 0.005)]
     waiting[0] = MAX_LATE + 1
     throttle()
     assert slept[3:] == [0.0]
-    waiting[0], is_learning[0] = 0, True
+    waiting[0], is_decoding[0] = 0, False
     clock = iter((10.0, 10.0))
     monkeypatch.setattr("parallm.metrics.rollout_files.time.thread_time", lambda: next(clock))
     throttle()
     assert slept[4:] == [MAX_SLEEP]
 
 
-def test_a_throttled_thread_waits_for_an_update_but_not_for_ever(slept: list[float]) -> None:
+def test_a_throttled_thread_waits_for_the_end_of_decoding_but_not_for_ever(slept: list[float]) -> None:
     waiting = [0]
-    answers: Iterator[bool] = itertools.repeat(False)
+    answers: Iterator[bool] = itertools.repeat(True)
     throttle = Throttle(lambda: waiting[0], lambda: next(answers))
-    answers = iter([False, False, True, True])
+    answers = iter([True, True, False, False])
     throttle()
-    assert slept == [POLL, POLL, pytest.approx(LEARNING_RATIO * 0.005)]
+    assert slept == [POLL, POLL, pytest.approx(QUIET_RATIO * 0.005)]
     slept.clear()
-    answers = itertools.repeat(False)
+    answers = itertools.repeat(True)
     throttle()
-    assert slept.pop() == pytest.approx(OTHER_RATIO * 0.005)
+    assert slept.pop() == pytest.approx(DECODING_RATIO * 0.005)
     assert sum(slept) == pytest.approx(MAX_WAIT - 2 * POLL, abs=POLL)
     slept.clear()
     throttle()
-    assert slept == [pytest.approx(OTHER_RATIO * 0.005)], "it has waited long enough for this file"
-    later = Throttle(lambda: waiting[0], lambda: False)
+    assert slept == [pytest.approx(DECODING_RATIO * 0.005)], "it has waited long enough for this file"
+    later = Throttle(lambda: waiting[0], lambda: True)
     waiting[0] = 1
     later()
     assert slept[1:] == [pytest.approx(LATE_RATIO * 0.005)], "another step waits"
@@ -258,12 +258,12 @@ def test_the_writer_is_throttled_until_several_steps_wait(make: Make, slept: lis
     begun.wait(60)
     for step in (9, 10):
         files.put(replace(STEP, step=step))
-    before_the_first = LEARNING_RATIO * 0.005
+    before_the_first = QUIET_RATIO * 0.005
     assert wait_for(files) == pytest.approx(before_the_first + 2 * of_one), "the first of three has made haste"
 
 
 def test_a_writer_that_is_closed_makes_haste(make: Make) -> None:
-    files = make(is_learning=lambda: False)
+    files = make(is_decoding=lambda: True)
     began = time.monotonic()
     for step in (7, 8):
         files.put(replace(STEP, step=step))
@@ -273,7 +273,7 @@ def test_a_writer_that_is_closed_makes_haste(make: Make) -> None:
 
 
 def test_an_evaluated_step_is_no_step_that_waits(make: Make, slept: list[float]) -> None:
-    files = make(is_learning=lambda: False)
+    files = make(is_decoding=lambda: True)
     files.put(STEP)
     files.keep(STEP.step)
     while files._num_waiting:

@@ -10,17 +10,17 @@ from parallm.config.schema import RunConfig
 from parallm.run.build_trainer import _rollouts
 
 
-def test_completions_are_written_while_the_device_learns(tmp_path: Path) -> None:
+def test_completions_are_written_while_the_device_decodes_nothing(tmp_path: Path) -> None:
     async def seen() -> list[bool]:
         runtime: Any = SimpleNamespace(
-            device=SimpleNamespace(is_learning=True), model=SimpleNamespace(tokenizer=SimpleNamespace(decode_rows=list))
+            device=SimpleNamespace(is_decoding=True), model=SimpleNamespace(tokenizer=SimpleNamespace(decode_rows=list))
         )
         spec: Any = SimpleNamespace(config=RunConfig(), folder=tmp_path)
         async with AsyncExitStack() as sources:
             record = _rollouts(spec, runtime, sources)
             assert record is not None
-            found = [record._files._is_learning()]
-            runtime.device.is_learning = False
-            return [*found, record._files._is_learning()]
+            found = [record._files._is_decoding()]
+            runtime.device.is_decoding = False
+            return [*found, record._files._is_decoding()]
 
     assert asyncio.run(seen()) == [True, False]

@@ -27,7 +27,7 @@ def letters(rows: Any) -> list[str]:
 
 @pytest.fixture
 def files(tmp_path: Path, watching: Watching) -> Iterator[RolloutFiles]:
-    made = RolloutFiles(tmp_path, TokenTexts(letters), max_bytes=1 << 20, is_learning=lambda: True)
+    made = RolloutFiles(tmp_path, TokenTexts(letters), max_bytes=1 << 20, is_decoding=lambda: False)
     watching.runs["policy"].rollouts = made.reading
     yield made
     made.close()
