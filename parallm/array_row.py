@@ -28,9 +28,6 @@ class ArrayRow(Sequence[Any]):
     def __iter__(self) -> Iterator[Any]:
         return iter(self._values.tolist())
 
-    def __contains__(self, value: object) -> bool:
-        return value in self._values.tolist()
-
     def count(self, value: Any) -> int:
         return int((self._values == value).sum())
 

@@ -9,7 +9,7 @@ COLLECTION_OBJECTS = 20_000
 
 
 def collect_rarely() -> None:
-    """Look less often, unless somebody has turned it off: it takes a tenth of the time of a request of the front."""
+    """Raise the number of new objects that a collection waits for. Collections that are turned off stay off."""
     first, *others = gc.get_threshold()
     if first:
         gc.set_threshold(COLLECTION_OBJECTS, *others)
@@ -17,7 +17,7 @@ def collect_rarely() -> None:
 
 @contextmanager
 def frozen_heap() -> Iterator[None]:
-    """Exclude all present objects from collections, a full one of which takes 0.1 s, and look among new ones rarely."""
+    """Exclude all present objects from collections, and collect new ones rarely. A full collection would take 0.1 s."""
     thresholds = gc.get_threshold()
     gc.collect()
     gc.freeze()

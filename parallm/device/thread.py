@@ -75,10 +75,11 @@ class DeviceThread:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether decode steps are launched: there are requests, and no update has given the device its first unit of
-        work."""
-        with suppress(IndexError):  # there is none, or it ends meanwhile
-            if self._updates[0].has_begun:
+        """Whether decode steps are launched: there are requests, and no update computes. An update computes from the
+        end of its first unit on, unless it is parked. Any thread may ask."""
+        with suppress(IndexError):  # there is no update, or it ends meanwhile
+            update = self._updates[0]
+            if update.has_begun and not update.is_parked:
                 return False
         return self._worker is not None and any(map(self._worker.has_work, TRAFFIC))
 
@@ -307,8 +308,9 @@ class _Job:
 
     @property
     def is_parked(self) -> bool:
-        """Whether the job waits for a future that its last unit has yielded."""
-        return self._awaited is not None and not self._awaited.done()
+        """Whether the job waits for a future that its last unit has yielded. Any thread may ask."""
+        awaited = self._awaited
+        return awaited is not None and not awaited.done()
 
     def run_unit(self) -> bool:
         """Run the next unit. Return whether the job has ended."""

@@ -51,14 +51,14 @@ class _Wait:
     parts: dict[int, bytes] = field(default_factory=dict)
     """Messages that have come from the ranks so far, at rank 0."""
     then: Callable[[list[bytes]], object] | None = None
-    """Called with the result, also if nobody waits for the future any more."""
+    """Called with the parts, whether `future` was cancelled or not."""
     guards: Future[Any] | None = None
-    """What waits for the block that this one guards."""
+    """The future of the block whose time this entry limits; see `guarded`."""
     began: float = field(default_factory=time.monotonic)
 
     @property
     def is_needed(self) -> bool:
-        """Whether somebody waits for the result."""
+        """Whether neither future was cancelled."""
         return not self.future.cancelled() and (self.guards is None or not self.guards.cancelled())
 
     def end(self, parts: list[bytes]) -> None:

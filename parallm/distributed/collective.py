@@ -53,7 +53,7 @@ class Collective:
         """Join the group of `backend`. Raises ExchangeFailed if that fails or takes too long."""
         self._channel = channel
         self._exact = exact
-        # The channel goes through rank 0, 6 ms for 600 KB of each of 4 ranks; a ring of CPUs is slower still.
+        # between GPUs; a ring of CPUs takes longer than the channel, which goes through rank 0
         self._gathers = backend == "nccl"
         self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
         self._num_sums = itertools.count()
@@ -182,7 +182,7 @@ class Collective:
         self._awaited.add(future)
         future.add_done_callback(self._awaited.discard)
         announced = self._gather(label, part, lambda parts: self._work.put(_Work(label, kind, begin(parts), future)))
-        # given up here; other ranks may count on this one all the same
+        # a cancelled result has no time limit, but the collective is made: other ranks wait for this one in it
         future.add_done_callback(lambda ended: announced.cancel() if ended.cancelled() else None)
         if self.failure is not None:
             settle(future, error=ExchangeFailed(self.failure))
@@ -203,7 +203,7 @@ class Collective:
 
 
 def _all_gather(part: bytes, lengths: Sequence[int], group: mx.distributed.Group, stream: mx.Stream) -> list[bytes]:
-    """The parts of all ranks, which have these lengths."""
+    """The parts of all ranks, in their order. `lengths`: bytes of each."""
     words = np.zeros(-(-max(lengths) // 4), np.uint32)
     words.view(np.uint8)[: len(part)] = np.frombuffer(part, np.uint8)
     if not len(words):

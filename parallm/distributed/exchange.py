@@ -43,7 +43,7 @@ class Exchange(Gathering, Protocol):
     """Sums take evaluated arrays, and are called by all ranks in the same order."""
 
     def all_gather(self, label: str, part: bytes) -> Future[list[bytes]]:
-        """As `gather`, for parts of any size."""
+        """Return the parts of all ranks, in the order of ranks, whatever their sizes. Raises ExchangeFailed."""
 
     def sum_slots(self, vectors_N: Vectors, used: Sequence[int], slots: int, length: int) -> Future[mx.array]:
         """Return the sum (N,) of the slots `used`, in their order. Raises ExchangeFailed.

@@ -171,16 +171,16 @@ class LeadingEngine(Engine):
             super().fail(traffic, error)
 
     def _led(self, preparations: Iterator[int]) -> Iterator[int]:
-        """The same, each of which the followers make, too."""
-        prepared: int | None = 0
-        while prepared is not None:
+        """Yield the same, after telling the followers to make each, too."""
+        while True:
             try:
                 with self._sent("prepare"), self._channel.guarded("a preparation", Future()):
                     prepared = next(preparations, None)
             finally:
                 self._is_in_call = False  # no `fail` follows an error
-            if prepared is not None:
-                yield prepared
+            if prepared is None:
+                return
+            yield prepared
 
     @contextmanager
     def _sent(self, name: str, *arguments: Any) -> Iterator[None]:
@@ -276,7 +276,7 @@ class FollowingEngine(Engine):
 
 
 def ended_by_memory(preparations: Iterator[int], channel: Channel) -> Iterator[int]:
-    """The same; a rank whose memory runs out ends all, because others may wait for it in a sum."""
+    """Yield the same. A rank whose memory runs out ends all, because others may wait for it in a sum."""
     while True:
         try:
             prepared = next(preparations, None)

@@ -225,7 +225,7 @@ class CapturedForward:
                 del self._steps[form]
 
     def _agreed(self, rows: int, own: Part | None) -> Part | None:
-        """What this rank has, if all ranks have theirs."""
+        """Return `own`, or None where any rank of a divided model has None."""
         if self._smallest(own is not None):
             return own
         if own is not None:

@@ -211,6 +211,7 @@ def rows_of(groups: Sequence[TrajectoryGroup]) -> list[Row]:
 
 
 def text_of(group: TrajectoryGroup, index: int) -> Row:
+    """The token ids of a text of a group."""
     return tuple(group.trajectories[index].tokens)
 
 

@@ -500,3 +500,22 @@ def test_nothing_is_decoded_once_an_update_has_ended_a_unit_or_without_requests(
     learned.result(5)
     worker.units["rollout"] = 0
     assert seen == [False, False, True, False, False]
+
+
+def test_requests_are_decoded_while_an_update_is_parked(device: DeviceThread) -> None:
+    is_in_second, awaited = threading.Event(), Future[object]()
+
+    def units() -> Iterator[int | Future[object]]:
+        yield 1
+        is_in_second.set()
+        yield awaited
+        yield 2
+
+    worker = Counter({"rollout": 10**6})
+    device.attach(worker)
+    learned = device.iterate(units())
+    assert is_in_second.wait(5)
+    assert device.call(lambda: device.is_decoding).result(5), "between two units, so the update is parked"
+    worker.units["rollout"] = 0
+    awaited.set_result(None)
+    assert learned.result(5) == 2

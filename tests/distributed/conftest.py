@@ -206,6 +206,17 @@ def ring(folder: Path, size: int) -> list[dict[str, str]]:
     return [usual | {"MLX_RANK": str(rank)} for rank in range(size)]
 
 
+def run_ranks(folder: Path, module: str, *arguments: str, limit_seconds: float = 120) -> None:
+    """Run a module as two ranks of a ring. Both must end well."""
+    command = [sys.executable, "-m", module, *arguments]
+    ranks = [subprocess.Popen(command, env=environment) for environment in ring(folder, 2)]
+    try:
+        assert [rank.wait(limit_seconds) for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
 def free_ports(count: int) -> list[int]:
     sockets = [socket.socket() for _ in range(count)]
     try:

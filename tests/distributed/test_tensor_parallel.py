@@ -35,7 +35,7 @@ from parallm.model.tensor_parallel import Ranks, TensorParallel
 from parallm.run.serve import checked, open_serving
 from parallm.server.operation.http_server import Listener
 from tests import conftest
-from tests.distributed.conftest import ROOT, free_ports, ring
+from tests.distributed.conftest import ROOT, free_ports, run_ranks
 from tests.distributed.rank_logits import adapter_of, logits_of, settings_of, weights_of
 from tests.model.lora.test_segmented import random_versions
 from tests.tiny_models import write_model
@@ -66,13 +66,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
 def logits_of_two_ranks(tmp_path: Path, cases: Sequence[str]) -> Mapping[str, np.ndarray]:
     """What rank 0 writes."""
     output = tmp_path / "logits.npz"
-    command = [sys.executable, "-m", "tests.distributed.rank_logits", str(output), *cases]
-    ranks = [subprocess.Popen(command, env=environment) for environment in ring(tmp_path, 2)]
-    try:
-        assert [rank.wait(LIMIT_SECONDS) for rank in ranks] == [0, 0]
-    finally:
-        for rank in ranks:
-            rank.kill()
+    run_ranks(tmp_path, "tests.distributed.rank_logits", str(output), *cases)
     return dict(np.load(output))
 
 

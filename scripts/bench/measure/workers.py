@@ -181,15 +181,17 @@ def slowest_of(runs: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]
     return found
 
 
-def run(job: Job, *, workers: int, rows: int, device: str | None = None, echoes: int = 0) -> list[dict[str, Any]]:
+def run(
+    job: Job, *, workers: int, rows: int, device: str | None = None, echoes: int = 0, late_seconds: float = 0.0
+) -> list[dict[str, Any]]:
     """The rows of metrics of a run after its warm-up. Raises RuntimeError with its last words if it fails."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         overrides = [*job.overrides(rows, "Anonymous" if echoes else "Lottery"), "server=off", "metrics.display=off"]
         if echoes:  # the numbers of others are not those of their tokens
             overrides.append("trainer.guard.on_divergence=warn")
-        options: dict[str, Any] = {"workers": workers, "device": device, "echoes": echoes}
-        with started(job.shape, folder, overrides=overrides, **options) as process:
+        options: dict[str, Any] = {"device": device, "echoes": echoes, "late_seconds": late_seconds}
+        with started(job.shape, folder, workers=workers, overrides=overrides, **options) as process:
             code = process.wait(LIMIT_SECONDS)
         if code:
             raise RuntimeError(f"{workers} workers ended with {code}:\n{(folder / 'output').read_text()[-3000:]}")
@@ -208,10 +210,11 @@ def started(
     vocabulary: int | None = None,
     restarts: int = 0,
     echoes: int = 0,
+    late_seconds: float = 0.0,
 ) -> Iterator[subprocess.Popen[bytes]]:
     """A run in `folder`/run, killed if it has not ended by then."""
     own = {"shape": shape, "vocabulary": vocabulary, "workers": workers, "restarts": restarts}
-    own |= {"echoes": echoes}
+    own |= {"echoes": echoes, "late_seconds": late_seconds}
     own |= {"overrides": list(overrides), "run": str(folder / "run")}
     variables = clean_environment() | ({} if device is None else {"CUDA_VISIBLE_DEVICES": device})
     with (folder / "output").open("wb") as output:
@@ -231,24 +234,33 @@ def show(title: str, rows: Sequence[dict[str, Any]]) -> None:
 
 
 @measurement(
-    {f"workers.leader_{size}": Bar(min=least, needs="gpu") for size, least in LEADER_BARS.items()},
-    minutes=3,
+    {
+        **{f"workers.leader_{size}": Bar(min=least, needs="gpu") for size, least in LEADER_BARS.items()},
+        "workers.control_leader": Bar(max=LEADER_BARS[2], needs="gpu"),
+    },
+    minutes=4,
     needs="gpu",
     is_quick_anywhere=True,
 )
 def leader(request: Request) -> Iterator[Figures]:
     """Seconds of a step of a lone worker, 128 rows x 256 tokens, over those of rank 0 of several workers whose peers
-    answer at once: what weak scaling loses by what rank 0 plans, reports and writes for all. One GPU does."""
+    answer at once: what weak scaling loses by what rank 0 plans, reports and writes for all. One GPU does. Control: the
+    peer of rank 0 of 2 comes a tenth of a step late."""
     job = Job(shape="0.5b", rows=128, tokens=256, steps=12)
     if request.is_quick:
         job = Job(shape="tiny", rows=16, tokens=16, steps=2, warm_up=1)
     one = run(job, workers=1, rows=job.rows, echoes=1)
     show("one worker", one)
+    alone = median(row[WHOLE] for row in one)
     for size in LEADER_BARS:
         if request.wants(f"workers.leader_{size}"):
             found = run(job, workers=1, rows=job.rows * size, echoes=size)
             show(f"rank 0 of {size} workers", found)
-            yield {f"workers.leader_{size}": median(row[WHOLE] for row in one) / median(row[WHOLE] for row in found)}
+            yield {f"workers.leader_{size}": alone / median(row[WHOLE] for row in found)}
+    if request.wants("workers.control_leader"):
+        late = run(job, workers=1, rows=job.rows * 2, echoes=2, late_seconds=alone / 10)
+        show("rank 0 of 2 workers, the other late", late)
+        yield {"workers.control_leader": alone / median(row[WHOLE] for row in late)}
 
 
 @measurement(

@@ -3,6 +3,7 @@
 So a step takes rank 0 what it takes without waiting, and without the bytes on their way.
 """
 
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 
@@ -15,14 +16,17 @@ from parallm.distributed.wire import pack_rounds, unpack_rounds
 class Echo(Alone):
     """For groups of one size, whose problems share one id."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, late_seconds: float) -> None:
+        """`late_seconds`: by how much the others come late with their groups, as a control."""
         self.size = size
+        self._late_seconds = late_seconds
 
     def gather(self, label: str, part: bytes) -> Future[list[bytes]]:
         return done([part] * self.size)
 
     def all_gather(self, label: str, part: bytes) -> Future[list[bytes]]:
         if not label.startswith("rounds"):
+            time.sleep(self._late_seconds)
             return self.gather(label, part)
         rounds = unpack_rounds(part)
         return done([pack_rounds([(index + rank, *rest) for index, *rest in rounds]) for rank in range(self.size)])

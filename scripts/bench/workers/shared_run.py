@@ -22,10 +22,19 @@ if TYPE_CHECKING:
 
 
 def main(
-    *, shape: str, vocabulary: int | None, workers: int, restarts: int, overrides: list[str], run: str, echoes: int = 0
+    *,
+    shape: str,
+    vocabulary: int | None,
+    workers: int,
+    restarts: int,
+    overrides: list[str],
+    run: str,
+    echoes: int,
+    late_seconds: float,
 ) -> Any:
     """`vocabulary` replaces that of the shape. `run` is the folder of the run. `echoes`: how many workers a single one
-    takes itself for; see `Echo`. With 1 and more, all completions have their full length."""
+    takes itself for, and `late_seconds` how late they come; see `Echo`. With 1 and more, all completions have their
+    full length."""
     settings = DistributedSettings(engine="mlx", workers=workers, restarts=restarts)
     if workers > 1 and identity_of() is None:
         with tempfile.TemporaryDirectory() as temporary, (interrupts := Interrupts()).counted():
@@ -47,7 +56,7 @@ def main(
 
             vars(collector)["SamplingParams"] = partial(collector.SamplingParams, ignore_eos=True)
             vars(training)["parts_for"] = lambda settings, _: (
-                Shared(Echo(echoes), settings, None) if echoes > 1 else Single()
+                Shared(Echo(echoes, late_seconds), settings, None) if echoes > 1 else Single()
             )
 
         def make() -> "SharedModel":
