@@ -30,8 +30,8 @@ HEADER = struct.Struct(">IQ")
 LENGTH = struct.Struct(">Q")
 LEAVE, FAIL = "!leave", "!fail"
 """Labels of a worker's last frame, and of rank 0's word that the exchange has failed; the content is the reason."""
-BROADCAST = "!all"
-"""Label of what rank 0 sends to all."""
+BROADCAST, POST = "!all", "!post"
+"""Labels of what rank 0 sends to all, and of what one rank sends to rank 0."""
 HELLO = "hello"
 """Label of a worker's first frame."""
 MAX_LABEL, MAX_CONTENT, MAX_HELLO = 1 << 12, 1 << 36, 1 << 24
@@ -134,6 +134,7 @@ class Channel:
         """Called with the reason when the exchange has ended before its time."""
         self.broadcasts: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         """The next payload that rank 0 sent by `broadcast`, in order; None: rank 0 or the exchange has ended."""
+        self._posts: queue.SimpleQueue[tuple[int, bytes] | None] = queue.SimpleQueue()  # None: the exchange has ended
         self.late_seconds: defaultdict[int, float] = defaultdict(float)
         """At rank 0: how much later than the first each rank came to gathers at which it was the last."""
         self._links = {link.rank: link for link in links}
@@ -172,6 +173,20 @@ class Channel:
         """Send bytes from rank 0 to all others, which get them in the order of the calls. Waits for nothing."""
         for link in self._links.values():
             link.send(BROADCAST, content)
+
+    def post(self, content: bytes) -> None:
+        """Send bytes to rank 0, also from there. Waits for nothing."""
+        if self.rank == 0:
+            self._posts.put((0, content))
+        else:
+            self._links[0].send(POST, content)
+
+    def take_post(self, seconds: float) -> tuple[int, bytes] | None:
+        """Return a rank and what it has posted, at rank 0, in the order of arrival. None: nothing came in this time, or
+        the exchange has ended."""
+        with suppress(queue.Empty):
+            return self._posts.get(timeout=seconds if self.failure is None else 0)
+        return None
 
     def meet(self, label: str) -> None:
         """Return when all ranks have called this, with what they were sent on its way. Raises ExchangeFailed."""
@@ -222,6 +237,7 @@ class Channel:
                 link.send(FAIL, reason.encode())
         logger.error("%s", reason)
         self.broadcasts.put(None)
+        self._posts.put(None)
         self.on_failure(reason)
         for wait in waits.values():
             settle(wait.future, error=ExchangeFailed(reason))
@@ -267,6 +283,9 @@ class Channel:
         """Handle a frame. Runs in the link's thread."""
         if label == BROADCAST:
             self.broadcasts.put(content)
+            return
+        if label == POST:
+            self._posts.put((link.rank, content))
             return
         with self._lock:
             if label == FAIL:

@@ -95,6 +95,12 @@ class Collective:
 
         return self._queue(label, GATHER, str(len(part)).encode(), begin)
 
+    def post(self, content: bytes) -> None:
+        self._channel.post(content)
+
+    def take_post(self, seconds: float) -> tuple[int, bytes] | None:
+        return self._channel.take_post(seconds)
+
     def loss(self) -> Future[list[bytes]]:
         return self._channel.loss()
 

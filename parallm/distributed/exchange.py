@@ -4,8 +4,10 @@ Gradients come as partial sums by slot. A plain sum has a slot for each rank; wi
 slots whatever the number of ranks is, and they are added in their order.
 """
 
+import queue
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -31,6 +33,13 @@ class Gathering(Protocol):
 
     def gather(self, label: str, part: bytes) -> Future[list[bytes]]:
         """Return the parts of all ranks, in the order of ranks; they should be small. Raises ExchangeFailed."""
+
+    def post(self, content: bytes) -> None:
+        """Send bytes to rank 0, also from there. Waits for nothing."""
+
+    def take_post(self, seconds: float) -> tuple[int, bytes] | None:
+        """Return a rank and what it has posted, at rank 0, in the order of arrival. None: nothing came in this time, or
+        the exchange has ended."""
 
     def loss(self) -> Future[list[bytes]]:
         """Return a future that gets ExchangeFailed when the exchange ends, and no result. Cancel it after use."""
@@ -61,6 +70,9 @@ class Alone:
 
     rank, size, failure = 0, 1, None
 
+    def __init__(self) -> None:
+        self._posts: queue.SimpleQueue[tuple[int, bytes]] = queue.SimpleQueue()
+
     def fail(self, reason: str) -> None:
         raise AssertionError(f"one process has no peer to lose: {reason}")
 
@@ -69,6 +81,14 @@ class Alone:
 
     def all_gather(self, label: str, part: bytes) -> Future[list[bytes]]:
         return done([part])
+
+    def post(self, content: bytes) -> None:
+        self._posts.put((0, content))
+
+    def take_post(self, seconds: float) -> tuple[int, bytes] | None:
+        with suppress(queue.Empty):
+            return self._posts.get(timeout=seconds)
+        return None
 
     def loss(self) -> Future[list[bytes]]:
         return Future()

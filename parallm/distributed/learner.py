@@ -1,12 +1,13 @@
 """The learner of one of several workers: it computes its rounds of the step, and all workers make the same version.
 
-Every worker holds all groups of a step and makes the same list of micro-batches, so advantages, token weights and
-reports need nothing of their own. Round i is in slot i modulo the number of slots, slot s with worker s modulo the
-number of workers.
+Every worker holds all groups of a step and plans the same list of micro-batches, so advantages and token weights need
+nothing of their own; it builds and reports its own, and the totals go to all. Round i is in slot i modulo the number of
+slots, slot s with worker s modulo the number of workers.
 """
 
 import itertools
 import time
+from collections import defaultdict
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,15 +15,14 @@ from typing import Any
 import mlx.core as mx
 
 from parallm.distributed.exchange import Exchange
-from parallm.distributed.wire import pack_rounds, unpack_rounds
-from parallm.learner.faults import Faults
-from parallm.learner.learner import Learner, Passes, Round, Unit, UpdateTotals
+from parallm.distributed.wire import pack_figures, unpack_figures
+from parallm.learner.faults import Blame, Faults
+from parallm.learner.learner import Learner, Passes, Round, Unit
 from parallm.learner.passes.batch import MicroBatch, PlannedBatches, make_micro_batches
-from parallm.learner.passes.gradient import LoraWeights, TokenStatistics
+from parallm.learner.passes.gradient import LoraWeights
 from parallm.learner.passes.scoring import ScoredStep, score_step
+from parallm.learner.totals import UpdateTotals
 from parallm.types import TrajectoryGroup
-
-NumberedRound = tuple[int, Sequence[TokenStatistics], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,35 +90,33 @@ class SharedLearner(Learner):
             return Passes(optimizer_step=None, seconds=0.0)
         starts = range(0, len(batches), self._round_width)
         sums: dict[int, mx.array] = {}
-        done: list[NumberedRound] = []
+        figures: defaultdict[int, tuple[UpdateTotals, list[Blame]]] = defaultdict(lambda: (UpdateTotals(), []))
         own = self._own_rounds(len(starts))
-
-        def batches_of(index: int) -> Sequence[MicroBatch]:
-            return batches[starts[index] : starts[index] + self._round_width]
+        done = iter(own)
 
         def build() -> Iterator[Round]:
             for index in own:
-                slot, key = index % self._num_slots, self._key(step, starts[index])
-                following = self._round(batches_of(index), key, weights, sums.get(slot))
+                chosen = batches[starts[index] : starts[index] + self._round_width]
+                slot, key = self._slot(index), self._key(step, starts[index])
+                following = self._round(chosen, key, weights, sums.get(slot))
                 sums[slot] = following.gradient_N
                 yield following
 
         def add(last: Round) -> None:
-            done.append((own[len(done)], last.result.statistics, float(last.norm.item())))
+            slot_totals, blames = figures[self._slot(next(done))]
+            blames += self._add_round(slot_totals, last, faults.completions)
 
         def finish(_: Round) -> _Slots:
-            list(batches)  # builds the others', which the report needs, while the device is busy
             return _Slots({slot: weights.backward(sum_N, self.layout) for slot, sum_N in sums.items()})
 
         gradients, seconds = yield from self._launch(weights, build(), finish, add)
         vectors_N = {} if gradients is None else gradients.vectors_N
         began = time.perf_counter()
         mx.eval(list(vectors_N.values()))
-        part = pack_rounds(done)
         seconds += time.perf_counter() - began
-        used = sorted({index % self._num_slots for index in range(len(starts))})
+        used = sorted({self._slot(index) for index in range(len(starts))})
         summed = self._exchange.sum_slots(vectors_N, used, self._num_slots, self._num_parameters)
-        gathered = self._exchange.all_gather(f"rounds of update {next(self._numbers)}", part)
+        gathered = self._exchange.gather(f"figures of update {next(self._numbers)}", pack_figures(figures))
         yield summed
         began = time.perf_counter()
         optimizer_step = self.compute_step(summed.result(), step)
@@ -126,19 +124,24 @@ class SharedLearner(Learner):
         seconds += time.perf_counter() - began
         yield gathered
         began = time.perf_counter()
-        for index, statistics, norm in sorted(
-            (one for part in gathered.result() for one in unpack_rounds(part)), key=lambda one: one[0]
-        ):
-            self._add_round(totals, faults, batches_of(index), statistics, norm)
+        of_slots = {slot: own for part in gathered.result() for slot, own in unpack_figures(part).items()}
+        for slot in used:  # in their order, which does not depend on the number of workers
+            slot_totals, blames = of_slots[slot]
+            totals.merge(slot_totals)
+            faults.blame(blames)
         mx.eval(optimizer_step.all_arrays())
         return Passes(optimizer_step=optimizer_step, seconds=seconds + time.perf_counter() - began)
+
+    def _slot(self, index: int) -> int:
+        """The slot of a round."""
+        return index % self._num_slots
 
     @property
     def _num_parameters(self) -> int:
         return sum(array.size for array in self.adapter.arrays.values())
 
     def _own_rounds(self, count: int) -> list[int]:
-        return [index for index in range(count) if index % self._num_slots % self._exchange.size == self._exchange.rank]
+        return [index for index in range(count) if self._slot(index) % self._exchange.size == self._exchange.rank]
 
     def _own_batches(self, count: int) -> list[int]:
         rounds = self._own_rounds(-(-count // self._round_width))

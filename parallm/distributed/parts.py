@@ -5,7 +5,7 @@
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from parallm.distributed.learner import SharedLearner
 from parallm.distributed.pacing import SharedPacing
 from parallm.distributed.recorder import QuietRecorder, SharedRecorder
 from parallm.distributed.rollout_engines.pool import EnginePool, open_pool
+from parallm.distributed.rollouts import Joining, RolloutPosts
 from parallm.distributed.settings import DistributedSettings
 from parallm.distributed.team import Team, difference
 from parallm.distributed.wire import pack, unpack
@@ -30,6 +31,9 @@ from parallm.errors import ConfigError
 from parallm.learner.learner import Learner
 from parallm.learner.reward_model import RewardLearner
 from parallm.metrics.record import RunRecorder
+from parallm.metrics.rollout_files import RolloutFiles
+from parallm.metrics.rollout_format import Cut, StepRollouts, encode
+from parallm.metrics.rollout_writer import RolloutWriter
 from parallm.metrics.settings import MetricsSettings
 from parallm.model.adapters.table import AdapterTable
 from parallm.model.shared_model import SharedModel
@@ -95,11 +99,21 @@ class Single:
             folder, settings, config, lambda: self._pools[folder].take_figures() if folder in self._pools else {}
         )
 
+    def rollout_writer(
+        self, folder: Path, cut: Cut, *, max_bytes: int, is_decoding: Callable[[], bool], evaluated: Collection[int]
+    ) -> RolloutWriter:
+        """The writer of completions; for the arguments see `RolloutFiles` and `encode`."""
+
+        def encoded(rollouts: StepRollouts, throttle: Callable[[], object]) -> bytes:
+            return encode(rollouts, cut, throttle)
+
+        return RolloutFiles(folder, encoded, max_bytes=max_bytes, is_decoding=is_decoding, evaluated=evaluated)
+
     async def largest(self, number: int) -> int:
         """The largest number that any worker gives."""
         return number
 
-    def leave(self) -> None:
+    async def leave(self) -> None:
         """Need no other worker from now on: training has come to its end."""
 
     async def check_same(self, facts: Mapping[str, Any], learner: Learner | RewardLearner | EncoderLearner) -> None:
@@ -118,6 +132,7 @@ class Shared(Single):
         self._settings = settings
         self._run_folder = run_folder
         self._flaw = ""
+        self._writers: list[RolloutWriter] = []
         self._numbers = itertools.count()
         self.is_leader = exchange.rank == 0
 
@@ -159,10 +174,24 @@ class Shared(Single):
         take = self._exchange.take_seconds
         return SharedRecorder(folder, settings, config, take, has_failed=lambda: self._exchange.failure is not None)
 
+    def rollout_writer(
+        self, folder: Path, cut: Cut, *, max_bytes: int, is_decoding: Callable[[], bool], evaluated: Collection[int]
+    ) -> RolloutWriter:
+        writer: RolloutWriter
+        if self.is_leader:
+            join = Joining(self._exchange, cut).encode
+            writer = RolloutFiles(folder, join, max_bytes=max_bytes, is_decoding=is_decoding, evaluated=evaluated)
+        else:
+            writer = RolloutPosts(self._exchange, cut, is_decoding)
+        self._writers.append(writer)
+        return writer
+
     async def largest(self, number: int) -> int:
         return max(value for value, *_ in await self._gather([number]))
 
-    def leave(self) -> None:
+    async def leave(self) -> None:
+        for writer in self._writers:
+            await asyncio.to_thread(writer.close)
         self._exchange.close()
 
     async def check_same(self, facts: Mapping[str, Any], learner: Learner | RewardLearner | EncoderLearner) -> None:

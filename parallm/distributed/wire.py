@@ -1,6 +1,6 @@
-"""Groups, episodes and statistics as bytes: a JSON head and blocks of numbers, so that no bit is lost.
+"""Groups, episodes and figures as bytes: a JSON head and blocks of numbers, so that no bit is lost.
 
-Nothing of what a peer sends is run: no pickle. Axes: N completion tokens of a micro-batch.
+Nothing of what a peer sends is run: no pickle.
 """
 
 import json
@@ -10,12 +10,13 @@ from dataclasses import asdict
 from itertools import pairwise
 from typing import Any
 
-import mlx.core as mx
 import numpy as np
 
 from parallm.array_row import ArrayRow, as_array
 from parallm.errors import WorkersDiffer
-from parallm.learner.passes.gradient import TokenStatistics
+from parallm.learner.faults import Blame
+from parallm.learner.totals import Spread, UpdateTotals
+from parallm.metrics.rollout_format import EncodedRow, Place, joined_arrays
 from parallm.rollout.episode import Episode
 from parallm.rollout.scoring import Score, ScoredEpisode
 from parallm.types import FaultyEpisode, GenerationRequest, Problem, Trajectory, TrajectoryGroup, WeightSpan
@@ -180,21 +181,40 @@ def unpack_episodes(
     ]
 
 
-STATISTICS = ("loss", "logprobs_N", "entropies_N", "clipped_N", "kl_N", "kl_to_base_N")
+def pack_rows(step: int, rows: Mapping[Place, EncodedRow]) -> bytes:
+    """The bytes of completions of a step, as its file holds them."""
+    texts = "\n".join(row.text for row in rows.values())  # JSON escapes ends of lines
+    lengths_S = np.fromiter((len(row.arrays["tokens"]) for row in rows.values()), np.int32, len(rows))
+    arrays = joined_arrays(list(rows.values()))
+    blocks: list[np.ndarray] = [np.frombuffer(texts.encode(), np.uint8), lengths_S, *arrays.values()]
+    return pack({"step": step, "places": list(rows), "arrays": list(arrays)}, blocks)
 
 
-def pack_rounds(rounds: Sequence[tuple[int, Sequence[TokenStatistics], float]]) -> bytes:
-    """The bytes of rounds: index, statistics of each micro-batch, and norm of the gradient."""
-    heads = [(index, len(statistics), norm) for index, statistics, norm in rounds]
-    blocks = [np.array(getattr(one, name)) for _, many, _ in rounds for one in many for name in STATISTICS]
-    return pack(heads, blocks)
+def unpack_rows(content: bytes) -> tuple[int, dict[Place, EncodedRow]]:
+    """The inverse of `pack_rows`."""
+    head, (texts, lengths_S, *joined) = unpack(content)
+    places = [(group, index) for group, index in head["places"]]
+    bounds = pairwise([0, *np.cumsum(lengths_S).tolist()])
+    arrays = (
+        {name: array[begin:end] for name, array in zip(head["arrays"], joined, strict=True)} for begin, end in bounds
+    )
+    lines = texts.tobytes().decode().split("\n") if places else []
+    return head["step"], dict(zip(places, map(EncodedRow, lines, arrays), strict=True))
 
 
-def unpack_rounds(content: bytes) -> list[tuple[int, list[TokenStatistics], float]]:
-    """The inverse of `pack_rounds`."""
-    heads, blocks = unpack(content)
-    arrays = iter(blocks)
-    return [
-        (index, [TokenStatistics(**{name: mx.array(next(arrays)) for name in STATISTICS}) for _ in range(count)], norm)
-        for index, count, norm in heads
-    ]
+SlotFigures = Mapping[int, tuple[UpdateTotals, Sequence[Blame]]]
+"""What the rounds of each slot of an update came to."""
+
+
+def pack_figures(figures: SlotFigures) -> bytes:
+    return pack([(slot, asdict(totals), list(blames)) for slot, (totals, blames) in figures.items()])
+
+
+def unpack_figures(content: bytes) -> SlotFigures:
+    """The inverse of `pack_figures`."""
+    return {slot: (_totals(totals), [Blame(*blame) for blame in blames]) for slot, totals, blames in unpack(content)[0]}
+
+
+def _totals(values: dict[str, Any]) -> UpdateTotals:
+    spreads = {name: Spread(**values[name]) for name in ("differences", "ratios")}
+    return UpdateTotals(**(values | spreads))

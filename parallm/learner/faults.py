@@ -1,8 +1,9 @@
 """Values that are not finite in an update, and the trajectories that caused them. The learners call it."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,6 +25,15 @@ FAULT_MESSAGES: dict[FaultKind, str] = {
     "weights": "the new weights are not finite",
 }
 """Messages in the order of cause and effect: the first kind found names the fault."""
+
+
+class Blame(NamedTuple):
+    """A value that is not finite."""
+
+    kind: FaultKind
+    completion: int
+    """Index among the completions of the step."""
+    reason: str
 
 
 class Faults:
@@ -79,45 +89,33 @@ class Faults:
         listed = named_culprits(self.culprits)
         return f"{FAULT_MESSAGES[self.kind]} ({listed})" if listed else FAULT_MESSAGES[self.kind]
 
-    def check_passes(
-        self, batches: Sequence[MicroBatch], statistics: Sequence[TokenStatistics], gradient_norm: float
-    ) -> None:
-        """Check some micro-batches and the norm of their summed gradients."""
-        pairs = [(batch, np.array(result.logprobs_N)) for batch, result in zip(batches, statistics, strict=True)]
-        for pair, result in zip(pairs, statistics, strict=True):
-            self._check_tokens(*pair)
-            if not math.isfinite(loss := float(result.loss.item())):
-                self._suspect("loss", [pair], f"in a micro-batch whose loss is {loss}")
-        if not math.isfinite(gradient_norm):
-            self._suspect("gradient", pairs, f"in micro-batches whose gradient norm is {gradient_norm}")
+    def blame(self, blames: Iterable[Blame]) -> None:
+        """Record what `check_passes` has found."""
+        for kind, completion, reason in blames:
+            self._blame(kind, completion, reason)
 
     def add(self, kind: FaultKind) -> None:
         """Record a fault that cannot be traced to trajectories."""
         self._culprits.setdefault(kind, [])
 
-    def _check_tokens(self, batch: MicroBatch, logprobs_N: np.ndarray) -> None:
-        for index, values_T in _nonfinite_completions(batch, batch.advantages_N):
-            self._blame("advantage", index, _first("the advantage", values_T))
-        for index, values_T in _nonfinite_completions(batch, logprobs_N):
-            self._blame("logprob", index, _first("the learner's log-prob", values_T))
-
-    def _suspect(self, kind: FaultKind, pairs: Sequence[tuple[MicroBatch, np.ndarray]], reason: str) -> None:
-        """Blame completions with a ratio whose square overflows float32, as in the norm; all if there is none."""
-        broken: list[tuple[int, str]] = []
-        for batch, logprobs_N in pairs:
-            with np.errstate(over="ignore", invalid="ignore"):
-                squares_N = np.exp(2 * (logprobs_N - batch.behaviour_N))
-            broken += [
-                (index, _first("the squared ratio", values_T))
-                for index, values_T in _nonfinite_completions(batch, squares_N)
-            ]
-        all_rows = [(int(index), reason) for batch, _ in pairs for index in batch.completions_S]
-        for index, row_reason in broken or all_rows:
-            self._blame(kind, index, row_reason)
-
     def _blame(self, kind: FaultKind, index: int, reason: str) -> None:
         """`index` counts the completions of the step."""
         self._culprits.setdefault(kind, []).append(replace(self.completions[index], reason=reason))
+
+
+def check_passes(
+    batches: Sequence[MicroBatch], statistics: Sequence[TokenStatistics], gradient_norm: float
+) -> list[Blame]:
+    """What is not finite in some micro-batches, or in the norm of their summed gradients."""
+    pairs = [(batch, np.array(result.logprobs_N)) for batch, result in zip(batches, statistics, strict=True)]
+    blames: list[Blame] = []
+    for pair, result in zip(pairs, statistics, strict=True):
+        blames += _of_tokens(*pair)
+        if not math.isfinite(loss := float(result.loss.item())):
+            blames += _suspects("loss", [pair], f"in a micro-batch whose loss is {loss}")
+    if not math.isfinite(gradient_norm):
+        blames += _suspects("gradient", pairs, f"in micro-batches whose gradient norm is {gradient_norm}")
+    return blames
 
 
 def named_culprits(culprits: Sequence[Culprit]) -> str:
@@ -135,6 +133,31 @@ def _unusable(trajectory: Trajectory) -> str:
         return ""
     given = np.asarray(trajectory.token_advantages, np.float64)
     return "" if (np.abs(given) <= MAX_FLOAT32).all() else "its token advantages"
+
+
+def _of_tokens(batch: MicroBatch, logprobs_N: np.ndarray) -> list[Blame]:
+    values: list[tuple[FaultKind, str, np.ndarray]] = [
+        ("advantage", "the advantage", batch.advantages_N),
+        ("logprob", "the learner's log-prob", logprobs_N),
+    ]
+    return [
+        Blame(kind, index, _first(name, values_T))
+        for kind, name, values_N in values
+        for index, values_T in _nonfinite_completions(batch, values_N)
+    ]
+
+
+def _suspects(kind: FaultKind, pairs: Sequence[tuple[MicroBatch, np.ndarray]], reason: str) -> list[Blame]:
+    """Blame completions with a ratio whose square overflows float32, as in the norm; all if there is none."""
+    broken: list[Blame] = []
+    for batch, logprobs_N in pairs:
+        with np.errstate(over="ignore", invalid="ignore"):
+            squares_N = np.exp(2 * (logprobs_N - batch.behaviour_N))
+        broken += [
+            Blame(kind, index, _first("the squared ratio", values_T))
+            for index, values_T in _nonfinite_completions(batch, squares_N)
+        ]
+    return broken or [Blame(kind, int(index), reason) for batch, _ in pairs for index in batch.completions_S]
 
 
 def _nonfinite_completions(batch: MicroBatch, values_N: np.ndarray) -> list[tuple[int, np.ndarray]]:

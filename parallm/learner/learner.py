@@ -7,31 +7,31 @@ import math
 import time
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import mlx.core as mx
-import numpy as np
 
 from parallm.device.streams import DeviceStreams
 from parallm.device.thread_end import end_before_process
 from parallm.learner.adapter_learner import AdapterLearner, OptimizerStep, with_change
-from parallm.learner.faults import Faults
+from parallm.learner.faults import Blame, Faults, check_passes
 from parallm.learner.look import Look
 from parallm.learner.loss.objective import resolve_objective
 from parallm.learner.optimizer import learning_rate
 from parallm.learner.passes.batch import MicroBatch, PlannedBatches, make_micro_batches
-from parallm.learner.passes.gradient import LoraWeights, PassResult, PolicyGradient, TokenStatistics
+from parallm.learner.passes.gradient import LoraWeights, PassResult, PolicyGradient
 from parallm.learner.passes.lm_head import Stages, run_stages
 from parallm.learner.passes.packing import takes_rows
 from parallm.learner.passes.recomputation import overlaps_passes
 from parallm.learner.passes.scoring import ScoredStep, TokenLoss, score_step, token_losses
 from parallm.learner.settings import LearnerSettings
+from parallm.learner.totals import UpdateTotals
 from parallm.metrics.rollout_format import LearnedCompletion
 from parallm.model.adapters.adapter import Adapter
 from parallm.model.shared_model import SharedModel
-from parallm.reports import ParityReport, RatioReport, UpdateReport
+from parallm.reports import Culprit, UpdateReport
 from parallm.types import TrajectoryGroup
 
 Built = TypeVar("Built")
@@ -64,22 +64,6 @@ class GraphBuilder:
 def _begin_builder(stream: mx.Stream) -> None:
     mx.set_default_stream(stream)
     end_before_process()
-
-
-@dataclass(slots=True)
-class UpdateTotals:
-    """Sums over the micro-batches of one update."""
-
-    loss: float = 0.0
-    kl: float = 0.0
-    kl_to_base: float = 0.0
-    entropy: float = 0.0
-    clipped: float = 0.0
-    tokens: int = 0
-    differences: list[np.ndarray] = field(default_factory=list)
-    """Absolute differences of log-probs at tokens that parity compares."""
-    ratios: list[np.ndarray] = field(default_factory=list)
-    """Ratios of the other tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,7 +221,7 @@ class Learner(AdapterLearner):
         """Run all passes and compute the optimizer step; add to `totals` and `faults`."""
 
         def add(done: Round) -> None:
-            self._add_round(totals, faults, done.batches, done.result.statistics, float(done.norm.item()))
+            faults.blame(self._add_round(totals, done, faults.completions))
 
         def finish(last: Round) -> OptimizerStep:
             return self.compute_step(weights.backward(last.gradient_N, self.layout), step)
@@ -305,32 +289,15 @@ class Learner(AdapterLearner):
         gradient_N = more_N if before_N is None else before_N + more_N
         return Round(batches=batches, result=result, norm=mx.linalg.norm(more_N), gradient_N=gradient_N)
 
-    def _add_round(
-        self,
-        totals: UpdateTotals,
-        faults: Faults,
-        batches: Sequence[MicroBatch],
-        statistics: Sequence[TokenStatistics],
-        norm: float,
-    ) -> None:
-        for pair in zip(batches, statistics, strict=True):
-            self._add(totals, *pair)
-            self._look.add(*pair, faults.completions)
-        faults.check_passes(batches, statistics, norm)
+    def _add_round(self, totals: UpdateTotals, done: Round, completions: Sequence[Culprit]) -> list[Blame]:
+        """Add a round to `totals`, and keep what is to be looked at. Returns what is not finite in it.
 
-    def _add(self, totals: UpdateTotals, batch: MicroBatch, statistics: TokenStatistics) -> None:
-        logprobs_N = np.array(statistics.logprobs_N)
-        trained_N = batch.weights_N > 0
-        comparable_N = trained_N & (batch.versions_N == self.adapter.version)
-        totals.loss += float(statistics.loss.item())
-        totals.kl += float(np.array(statistics.kl_N)[trained_N].sum())
-        totals.kl_to_base += float(np.array(statistics.kl_to_base_N)[trained_N].sum())
-        totals.entropy += float(np.array(statistics.entropies_N)[trained_N].sum())
-        totals.clipped += float(np.array(statistics.clipped_N).sum())
-        totals.differences.append(np.abs(logprobs_N - batch.behaviour_N)[comparable_N])
-        with np.errstate(over="ignore", invalid="ignore"):  # the report shows values that are not finite
-            totals.ratios.append(np.exp((logprobs_N - batch.behaviour_N)[trained_N & ~comparable_N]))
-        totals.tokens += int(trained_N.sum())
+        `completions`: where each completion of the step stands.
+        """
+        for pair in zip(done.batches, done.result.statistics, strict=True):
+            totals.add(*pair, self.adapter.version)
+            self._look.add(*pair, completions)
+        return check_passes(done.batches, done.result.statistics, float(done.norm.item()))
 
     def _report(
         self, totals: UpdateTotals, norm: float, step: int, seconds: float, skipped: str | None, faults: Faults
@@ -348,35 +315,13 @@ class Learner(AdapterLearner):
             entropy=totals.entropy / count,
             num_tokens=totals.tokens,
             seconds=seconds,
-            parity=_parity(np.concatenate([*totals.differences, np.zeros(0)])),
-            ratio=_ratio(np.concatenate([*totals.ratios, np.zeros(0)])),
+            parity=totals.parity(),
+            ratio=totals.ratio(),
             skipped=skipped,
             fault=faults.kind,
             culprits=faults.culprits,
             left_out=faults.left_out,
         )
-
-
-def _parity(differences_N: np.ndarray) -> ParityReport:
-    if not len(differences_N):
-        return ParityReport()
-    return ParityReport(
-        num_tokens=len(differences_N),
-        bit_equal_fraction=float((differences_N == 0).mean()),
-        mean_abs=float(differences_N.mean()),
-        max_abs=float(differences_N.max()),
-    )
-
-
-def _ratio(ratios_N: np.ndarray) -> RatioReport:
-    if not len(ratios_N):
-        return RatioReport()
-    return RatioReport(
-        num_tokens=len(ratios_N),
-        mean=float(ratios_N.mean()),
-        smallest=float(ratios_N.min()),
-        largest=float(ratios_N.max()),
-    )
 
 
 def _nothing_to_learn(totals: UpdateTotals, norm: float) -> str | None:

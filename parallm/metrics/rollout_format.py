@@ -1,15 +1,16 @@
 """The completions of one step as a safetensors file: numbers of tokens as arrays, what people read as JSON beside them.
 
-`encode` takes what a step has made, `decode` reads a file that anybody may have written or damaged. NumPy only.
+`encode` takes what a step has made: several processes may each `encode_rows` of it, and one `join_rows`. `decode` reads
+a file that anybody may have written or damaged. NumPy only.
 Axes: N tokens of all completions of the file, S completions, T tokens of one.
 """
 
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pydantic_core
@@ -60,6 +61,10 @@ class LearnedCompletion:
     """bool: tokens whose gradient the policy term bounds or removes."""
 
 
+Place = tuple[int, int]
+"""Index of a group among those of a step, and that of a completion in it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRollouts:
     """The completions of one step, as they are written."""
@@ -68,10 +73,26 @@ class StepRollouts:
     time: float
     """Unix seconds when the step ended."""
     groups: Sequence[TrajectoryGroup]
-    learned: Mapping[tuple[int, int], LearnedCompletion] = field(default_factory=dict)
-    """Keys are the index of a group among `groups` and that of the completion in it; others were not trained on."""
+    trained: Collection[Place] = frozenset()
+    """The completions that were trained on."""
+    learned: Mapping[Place, LearnedCompletion] = field(default_factory=dict)
+    """What this process has computed of those."""
     is_kept: bool = False
     """Whether its file stays when others make room."""
+
+    @property
+    def places(self) -> list[Place]:
+        """All completions, in the order of the file."""
+        return [(group, index) for group, one in enumerate(self.groups) for index in range(len(one.trajectories))]
+
+
+class EncodedRow(NamedTuple):
+    """What a file holds of one completion."""
+
+    text: str
+    """JSON of its `CompletionRow`."""
+    arrays: Mapping[str, np.ndarray]
+    """One value for each token, by the names of `KINDS`."""
 
 
 class FaultyRow(TypedDict):
@@ -94,13 +115,16 @@ class CompletionRow(TypedDict):
     """Text of all tokens, special ones shown."""
 
 
-class GroupRow(TypedDict):
+class GroupHead(TypedDict):
     problem_id: str
     environment: str
     messages: list[tuple[str, str]]
     """Role and content."""
     answer: str
     faulty: list[FaultyRow]
+
+
+class GroupRow(GroupHead):
     completions: list[CompletionRow]
 
 
@@ -164,37 +188,54 @@ class RolloutFile:
         )
 
 
-def encode(
-    rollouts: StepRollouts,
-    cut: Callable[[Sequence[np.ndarray], Callable[[], object]], Sequence[CutText]],
-    throttle: Callable[[], object] = lambda: None,
-) -> bytes:
-    """Return the file's content. `cut` returns the text of each row of token ids. `throttle` is called after each
-    completion, and given to `cut`."""
-    ids = [as_array(one.tokens, np.int32) for group in rollouts.groups for one in group.trajectories]
-    cuts = iter(zip(ids, cut(ids, throttle), strict=True))
-    rows: list[str] = []
-    parts: dict[str, list[np.ndarray]] = {name: [] for name in KINDS}
-    for place, group in enumerate(rollouts.groups):
-        completions = []
-        for index, trajectory in enumerate(group.trajectories):
-            ids_T, whole = next(cuts)
-            shown = _bounded(whole)
-            learned = rollouts.learned.get((place, index))
-            for name, array in _token_arrays(trajectory, ids_T, shown, learned).items():
-                parts[name].append(array)
-            completions.append(_completion_row(trajectory, shown.text, learned))
-            throttle()
-        rows.append(_to_json(_group_row(group, completions)))
+Cut = Callable[[Sequence[np.ndarray], Callable[[], object]], Sequence[CutText]]
+"""Returns the text of each row of token ids. Calls its second argument after each small part of the work."""
+
+
+def encode(rollouts: StepRollouts, cut: Cut, throttle: Callable[[], object] = lambda: None) -> bytes:
+    """Return the file's content. `throttle` is called after each completion, and given to `cut`."""
+    return join_rows(rollouts, encode_rows(rollouts, rollouts.places, cut, throttle), throttle)
+
+
+def encode_rows(
+    rollouts: StepRollouts, places: Sequence[Place], cut: Cut, throttle: Callable[[], object]
+) -> dict[Place, EncodedRow]:
+    """Encode some of the completions. For `throttle` see `encode`."""
+    chosen = [rollouts.groups[group].trajectories[index] for group, index in places]
+    ids = [as_array(trajectory.tokens, np.int32) for trajectory in chosen]
+    rows: dict[Place, EncodedRow] = {}
+    for place, trajectory, ids_T, whole in zip(places, chosen, ids, cut(ids, throttle), strict=True):
+        shown, learned = _bounded(whole), rollouts.learned.get(place)
+        text = _to_json(_completion_row(trajectory, shown.text, learned))
+        rows[place] = EncodedRow(text, _token_arrays(trajectory, ids_T, shown, learned))
         throttle()
-    lengths_S = [len(tokens) for tokens in parts["tokens"]]
-    arrays = {name: _joined(parts[name], name) for name in KINDS if name != "offsets"}
+    return rows
+
+
+def join_rows(
+    rollouts: StepRollouts, rows: Mapping[Place, EncodedRow], throttle: Callable[[], object] = lambda: None
+) -> bytes:
+    """Return the file's content, from the rows of all completions. For `throttle` see `encode`."""
+    ordered = [rows[place] for place in rollouts.places]
+    texts = iter(ordered)
+    groups: list[str] = []
+    for group in rollouts.groups:
+        completions = ",".join(next(texts).text for _ in group.trajectories)
+        groups.append(f'{_to_json(_group_head(group))[:-1]},"completions":[{completions}]}}')
+        throttle()
+    arrays = joined_arrays(ordered)
+    lengths_S = [len(row.arrays["tokens"]) for row in ordered]
     arrays["offsets"] = np.concatenate([[0], np.cumsum(lengths_S)]).astype(np.int64)
     if _agree(arrays):
         del arrays["learner_logprobs"]
     if not _varies(arrays["advantages"], [length for length in lengths_S if length]):
         del arrays["advantages"]
-    return _packed(arrays, {"summary": _to_json(_summary(rollouts)), "groups": f"[{','.join(rows)}]"})
+    return _packed(arrays, {"summary": _to_json(_summary(rollouts)), "groups": f"[{','.join(groups)}]"})
+
+
+def joined_arrays(rows: Sequence[EncodedRow]) -> dict[str, np.ndarray]:
+    """The arrays of all rows, one row after the other."""
+    return {name: _joined([row.arrays[name] for row in rows], name) for name in KINDS if name != "offsets"}
 
 
 def decode(content: bytes) -> RolloutFile:
@@ -260,7 +301,7 @@ def _completion_row(trajectory: Trajectory, shown: str, learned: LearnedCompleti
     }
 
 
-def _group_row(group: TrajectoryGroup, completions: list[CompletionRow]) -> GroupRow:
+def _group_head(group: TrajectoryGroup) -> GroupHead:
     problem = group.problem
     return {
         "problem_id": problem.problem_id,
@@ -268,7 +309,6 @@ def _group_row(group: TrajectoryGroup, completions: list[CompletionRow]) -> Grou
         "messages": [(message.role, message.content) for message in problem.messages],
         "answer": problem.answer,
         "faulty": [{"kind": one.kind, "detail": one.detail, "text": one.text} for one in group.faulty],
-        "completions": completions,
     }
 
 

@@ -22,7 +22,6 @@ from parallm.learner.datasets import Dataset
 from parallm.learner.learner import Learner
 from parallm.learner.loss.objective import resolve_objective
 from parallm.metrics.json_lines import read_rows
-from parallm.metrics.rollout_files import RolloutFiles
 from parallm.metrics.token_texts import TokenTexts
 from parallm.model.adapters.adapter import Adapter
 from parallm.rollout.evaluation import Evaluator
@@ -211,25 +210,25 @@ async def _trainer_context(
         facts=facts,
         recorder=spec.recorder,
         display=spec.display,
-        rollouts=_rollouts(spec, runtime, sources) if kind in SAMPLING and parts.is_leader else None,
+        rollouts=_rollouts(spec, runtime, sources, parts) if kind in SAMPLING else None,
         make_pacing=parts.make_pacing(learner),
     )
 
 
-def _rollouts(spec: PolicySpec, runtime: Runtime, sources: AsyncExitStack) -> RolloutRecord | None:
+def _rollouts(spec: PolicySpec, runtime: Runtime, sources: AsyncExitStack, parts: Single) -> RolloutRecord | None:
     """Return what keeps the completions of each step; it is written to the end before `sources` are closed."""
     amount, evaluations = spec.config.metrics.rollouts, read_rows(spec.folder / "evaluations.jsonl")
     if amount == "off":
         return None
-    files = RolloutFiles(
+    writer = parts.rollout_writer(
         spec.folder,
-        TokenTexts(runtime.model.tokenizer.decode_rows),
+        TokenTexts(runtime.model.tokenizer.decode_rows).cut,
         max_bytes=spec.config.metrics.rollout_bytes,
         is_decoding=lambda: runtime.device.is_decoding,
         evaluated=[row["step"] for row in evaluations],
     )
-    sources.push_async_callback(asyncio.to_thread, files.close)
-    return RolloutRecord(files, amount)
+    sources.push_async_callback(asyncio.to_thread, writer.close)
+    return RolloutRecord(writer, amount)
 
 
 async def _supervised(

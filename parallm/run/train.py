@@ -254,7 +254,7 @@ async def _train(config: RunConfig, folder: Path, blas: BlasReport, parts: Singl
 
             stop_on_signals(stop, "finishing this step, then saving and leaving")
             await run.train()
-            parts.leave()
+            await parts.leave()
             if run.was_stopped:
                 run.display.message(how_to_resume(config, folder, run.policies))
             is_to_serve = run.serves_on or (config.trainer.keep_serving and not run.was_stopped)

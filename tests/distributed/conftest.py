@@ -2,6 +2,7 @@
 
 import json
 import os
+import queue
 import re
 import socket
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 
 import mlx.core as mx
@@ -55,6 +57,7 @@ class Together:
         self.exact = exact
         self._parts: dict[str, dict[int, tuple[bytes, Future[list[bytes]]]]] = {}
         self._sums: dict[int, tuple[Mapping[int, mx.array], Future[mx.array]]] = {}
+        self.posts: queue.SimpleQueue[tuple[int, bytes]] = queue.SimpleQueue()
 
     def rank(self, rank: int) -> "Member":
         return Member(self, rank)
@@ -99,6 +102,14 @@ class Member:
 
     def all_gather(self, label: str, part: bytes) -> Future[list[bytes]]:
         return self.gather(label, part)
+
+    def post(self, content: bytes) -> None:
+        self._together.posts.put((self.rank, content))
+
+    def take_post(self, seconds: float) -> tuple[int, bytes] | None:
+        with suppress(queue.Empty):
+            return self._together.posts.get(timeout=seconds)
+        return None
 
     def loss(self) -> Future[list[bytes]]:
         return Future()

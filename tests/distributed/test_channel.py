@@ -226,3 +226,24 @@ def test_who_has_given_up_hears_of_a_gather_all_the_same(channels: Channels) -> 
     first.gather("y", b"")
     after.result(5)
     assert heard == [[b"ours", b"theirs"]]
+
+
+def test_posts_come_to_rank_0_in_the_order_of_each_rank_and_no_answer_goes_back(channels: Channels) -> None:
+    leader, *others = channels(3)
+    for number in (b"1", b"2"):
+        for channel in (leader, *others):
+            channel.post(number)
+    came = [leader.take_post(5.0) for _ in range(6)]
+    assert sorted(filter(None, came)) == [(rank, number) for rank in range(3) for number in (b"1", b"2")]
+    assert [post for post in came if post and post[0] == 2] == [(2, b"1"), (2, b"2")]
+    assert leader.take_post(0.01) is None
+    assert all(channel.take_post(0.01) is None for channel in others)
+
+
+def test_a_failure_ends_the_wait_for_posts(channels: Channels) -> None:
+    leader, other = channels(2)
+    began = time.monotonic()
+    threading.Timer(0.1, lambda: other.fail("over")).start()
+    assert leader.take_post(60.0) is None
+    assert leader.take_post(60.0) is None
+    assert time.monotonic() - began < 30

@@ -15,6 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from parallm.metrics.rollout_format import GroupRow, RolloutFile, decode
 from tests.distributed.conftest import ROOT, TINY, Workers, free_ports
 
 MakeWorkers = Callable[[str], Workers]
@@ -45,6 +46,10 @@ def test_only_the_first_rank_writes_and_all_tell_of_themselves(workers: MakeWork
     group = workers("group")
     group.run(2, "trainer.steps=1")
     assert (group.folder / "run" / "step_000001").is_dir()
+    (file,) = completions(group)
+    learned = [has_numbers(file, place) for place, row in enumerate(file.groups) if has_signal(row)]
+    assert learned
+    assert all(learned)
     other = group.folder / "run" / "ranks" / "1"
     assert sorted(path.name for path in other.iterdir()) == ["config.yaml", "run.log", "worker.json"]
     assert [group.status(rank)["state"] for rank in (0, 1)] == ["finished", "finished"]
@@ -271,3 +276,24 @@ def test_more_workers_make_the_versions_of_one(
     record_property("workers.exact_equal", sum(found.get(key) == digest for key, digest in expected.items()) / 6)
     assert len(expected) == 6
     assert found == expected
+    for ours, theirs in zip(completions(one), completions(many), strict=True):
+        assert ours.groups == theirs.groups
+        assert {name: array.tobytes() for name, array in ours.arrays.items()} == {
+            name: array.tobytes() for name, array in theirs.arrays.items()
+        }
+
+
+def completions(group: Workers) -> list[RolloutFile]:
+    """What the run has written of each step."""
+    return [decode(path.read_bytes()) for path in sorted((group.folder / "run" / "rollouts").glob("*.safetensors"))]
+
+
+def has_signal(row: GroupRow) -> bool:
+    return len({one["reward"] for one in row["completions"]}) > 1
+
+
+def has_numbers(file: RolloutFile, place: int) -> bool:
+    """Whether the learner's numbers of all completions of this group are there."""
+    return all(
+        file.tokens(place, index).entropies_T is not None for index in range(len(file.groups[place]["completions"]))
+    )

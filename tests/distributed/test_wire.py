@@ -3,20 +3,20 @@
 import math
 from dataclasses import replace
 
-import mlx.core as mx
 import numpy as np
 
 from parallm.distributed.wire import (
     pack,
     pack_episodes,
+    pack_figures,
     pack_groups,
-    pack_rounds,
     unpack,
     unpack_episodes,
+    unpack_figures,
     unpack_groups,
-    unpack_rounds,
 )
-from parallm.learner.passes.gradient import TokenStatistics
+from parallm.learner.faults import Blame
+from parallm.learner.totals import Spread, UpdateTotals
 from parallm.rollout.episode import Episode
 from parallm.rollout.scoring import Score, ScoredEpisode
 from parallm.types import FaultyEpisode, GenerationRequest, SamplingParams, TrajectoryGroup
@@ -72,19 +72,13 @@ def test_episodes_come_back_with_all_that_reports_read() -> None:
     assert (second.episode.index, second.score.fault) == (1, fault)
 
 
-def test_rounds_come_back_bit_for_bit() -> None:
-    statistics = TokenStatistics(
-        loss=mx.array(1 / 3),
-        logprobs_N=mx.array([-0.1, math.nan]),
-        entropies_N=mx.array([0.1, 0.2]),
-        clipped_N=mx.array([True, False]),
-        kl_N=mx.zeros((2,)),
-        kl_to_base_N=mx.zeros((2,)),
-    )
-    ((index, (back,), norm),) = unpack_rounds(pack_rounds([(7, [statistics], 0.1)]))
-    assert (index, norm) == (7, 0.1)
-    for ours, theirs in zip(back.arrays, statistics.arrays, strict=True):
-        assert np.array(ours).tobytes() == np.array(theirs).tobytes()
+def test_figures_come_back_bit_for_bit() -> None:
+    totals = UpdateTotals(loss=1 / 3, kl=math.nan, tokens=7, differences=Spread(2, 0.1, 0.0, math.inf))
+    blames = [Blame("logprob", 3, "the learner's log-prob of token 0 is nan")]
+    back = unpack_figures(pack_figures({5: (totals, blames), 1: (UpdateTotals(), [])}))
+    assert list(back) == [5, 1]
+    assert repr(back[5]) == repr((totals, blames))
+    assert back[1] == (UpdateTotals(), [])
 
 
 def test_an_empty_group_list_is_not_none() -> None:

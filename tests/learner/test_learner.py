@@ -14,8 +14,9 @@ from parallm.device.streams import DeviceStreams
 from parallm.learner.learner import Learner
 from parallm.learner.loss.objective import resolve_objective
 from parallm.learner.passes.batch import MicroBatch, PlannedBatches, make_micro_batches
-from parallm.learner.passes.gradient import LoraWeights
+from parallm.learner.passes.gradient import LoraWeights, TokenStatistics
 from parallm.learner.settings import LearnerSettings, Preset
+from parallm.learner.totals import UpdateTotals
 from parallm.model.adapters.adapter import Adapter
 from parallm.model.kernels.flash_attention import FORWARD, KEYS, QUERIES
 from parallm.model.shared_model import SharedModel
@@ -155,13 +156,13 @@ def test_a_policy_that_gives_the_sampled_log_probs_is_exactly_on_policy(
 ) -> None:
     learner = make_learner()
     found: list[list[float]] = []
-    add = Learner._add
+    add = UpdateTotals.add
 
-    def recorded(self: Learner, totals: object, batch: object, statistics: object) -> None:
-        found.append(np.array(statistics.logprobs_N).tolist())  # type: ignore[attr-defined]
-        add(self, totals, batch, statistics)  # type: ignore[arg-type]
+    def recorded(self: UpdateTotals, batch: MicroBatch, statistics: TokenStatistics, version: int) -> None:
+        found.append(np.array(statistics.logprobs_N).tolist())
+        add(self, batch, statistics, version)
 
-    monkeypatch.setattr(Learner, "_add", recorded)
+    monkeypatch.setattr(UpdateTotals, "add", recorded)
     one_each = [replace(group, trajectories=(one, one)) for group in groups for one in group.trajectories[:1]]
     first = update(make_learner(), one_each)
     assert first.parity.bit_equal_fraction == 0

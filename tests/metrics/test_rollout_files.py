@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 
 from parallm.errors import RolloutsDamaged, UnknownObject
-from parallm.metrics.rollout_files import (
+from parallm.metrics.rollout_files import RolloutFiles, steps_to_remove
+from parallm.metrics.rollout_folder import RolloutFolder, file_name
+from parallm.metrics.rollout_format import StepRollouts, encode
+from parallm.metrics.rollout_writer import (
     DECODING_RATIO,
     LATE_RATIO,
     MAX_LATE,
@@ -20,11 +23,8 @@ from parallm.metrics.rollout_files import (
     MAX_WAITING,
     POLL,
     QUIET_RATIO,
-    RolloutFiles,
     Throttle,
-    steps_to_remove,
 )
-from parallm.metrics.rollout_folder import RolloutFolder, file_name
 from parallm.metrics.token_texts import TokenTexts
 from tests.metrics.test_rollout_format import STEP
 
@@ -41,8 +41,12 @@ def make(tmp_path: Path) -> Iterator[Make]:
     made: list[RolloutFiles] = []
 
     def build(max_bytes: int = 1 << 20, decode: Decode = letters, **values: object) -> RolloutFiles:
-        values = {"is_decoding": lambda: False} | values
-        made.append(RolloutFiles(tmp_path, TokenTexts(decode), max_bytes=max_bytes, **values))  # type: ignore[arg-type]
+        values, texts = {"is_decoding": lambda: False} | values, TokenTexts(decode)
+
+        def encoded(rollouts: StepRollouts, throttle: Callable[[], object]) -> bytes:
+            return encode(rollouts, texts.cut, throttle)
+
+        made.append(RolloutFiles(tmp_path, encoded, max_bytes=max_bytes, **values))  # type: ignore[arg-type]
         return made[-1]
 
     yield build
@@ -182,8 +186,8 @@ def test_a_folder_that_does_not_exist_has_no_steps(tmp_path: Path) -> None:
 def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The sleeps of a writer each of whose pieces takes 5 ms."""
     found, clock = list[float](), itertools.count(step=0.005)
-    monkeypatch.setattr("parallm.metrics.rollout_files.time.thread_time", lambda: next(clock))
-    monkeypatch.setattr("parallm.metrics.rollout_files.time.sleep", found.append)
+    monkeypatch.setattr("parallm.metrics.rollout_writer.time.thread_time", lambda: next(clock))
+    monkeypatch.setattr("parallm.metrics.rollout_writer.time.sleep", found.append)
     return found
 
 
@@ -204,7 +208,7 @@ def test_a_throttled_thread_sleeps_in_proportion_to_its_work(
     assert slept[3:] == [0.0]
     waiting[0], is_decoding[0] = 0, False
     clock = iter((10.0, 10.0))
-    monkeypatch.setattr("parallm.metrics.rollout_files.time.thread_time", lambda: next(clock))
+    monkeypatch.setattr("parallm.metrics.rollout_writer.time.thread_time", lambda: next(clock))
     throttle()
     assert slept[4:] == [MAX_SLEEP]
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from parallm.config.schema import RunConfig
+from parallm.distributed.parts import Single
 from parallm.run.build_trainer import _rollouts
 
 
@@ -17,10 +18,10 @@ def test_completions_are_written_while_the_device_decodes_nothing(tmp_path: Path
         )
         spec: Any = SimpleNamespace(config=RunConfig(), folder=tmp_path)
         async with AsyncExitStack() as sources:
-            record = _rollouts(spec, runtime, sources)
+            record = _rollouts(spec, runtime, sources, Single())
             assert record is not None
-            found = [record._files._is_decoding()]
+            found = [record._writer._is_decoding()]
             runtime.device.is_decoding = False
-            return [*found, record._files._is_decoding()]
+            return [*found, record._writer._is_decoding()]
 
     assert asyncio.run(seen()) == [True, False]

@@ -11,6 +11,7 @@ from fastapi.testclient import TestClient
 
 from parallm.metrics.rollout_files import RolloutFiles
 from parallm.metrics.rollout_folder import file_name
+from parallm.metrics.rollout_format import encode
 from parallm.metrics.token_texts import TokenTexts
 from parallm.metrics.watching import Watching
 from parallm.types import FaultyEpisode
@@ -27,7 +28,10 @@ def letters(rows: Any) -> list[str]:
 
 @pytest.fixture
 def files(tmp_path: Path, watching: Watching) -> Iterator[RolloutFiles]:
-    made = RolloutFiles(tmp_path, TokenTexts(letters), max_bytes=1 << 20, is_decoding=lambda: False)
+    texts = TokenTexts(letters)
+    made = RolloutFiles(
+        tmp_path, lambda rollouts, _: encode(rollouts, texts.cut), max_bytes=1 << 20, is_decoding=lambda: False
+    )
     watching.runs["policy"].rollouts = made.reading
     yield made
     made.close()

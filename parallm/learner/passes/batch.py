@@ -9,6 +9,7 @@ Axes: M computed tokens, N completion tokens in the order of the rows, S complet
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from heapq import heappush, heapreplace
 from itertools import count
 from typing import Any
 
@@ -155,18 +156,23 @@ def make_passes(sizes: Sequence[int], budget: int, streams: int) -> list[list[in
     of passes is a multiple of `streams` if there are enough items, and passes have similar sizes.
     """
     needed = -(-sum(sizes) // budget)
-    passes: list[list[int]] = [[] for _ in range(-(-needed // streams) * streams)]
-    filled = [0] * len(passes)
+    passes: list[list[int]] = []
+    emptiest: list[tuple[int, int]] = []  # a heap of filled tokens and index of each pass
+
+    def open_passes(count: int) -> None:
+        for _ in range(count):
+            heappush(emptiest, (0, len(passes)))
+            passes.append([])
+
+    open_passes(-(-needed // streams) * streams)
     for item in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
-        emptiest = min(range(len(passes)), key=lambda index: filled[index])
-        if filled[emptiest] and filled[emptiest] + sizes[item] > budget:
-            emptiest = len(passes)
-            passes += [[] for _ in range(streams)]
-            filled += [0] * streams
-        passes[emptiest].append(item)
-        filled[emptiest] += sizes[item]
-    used = [index for index in range(len(passes)) if passes[index]]
-    return [passes[index] for index in sorted(used, key=lambda index: -filled[index])]
+        filled, index = emptiest[0]
+        if filled and filled + sizes[item] > budget:
+            open_passes(streams)
+            filled, index = emptiest[0]
+        passes[index].append(item)
+        heapreplace(emptiest, (filled + sizes[item], index))
+    return [passes[index] for filled, index in sorted(emptiest, key=lambda one: (-one[0], one[1])) if passes[index]]
 
 
 def _samples(groups: Sequence[TrajectoryGroup], objective: Objective, max_tokens: int) -> list[list[TrainingSample]]:
