@@ -29,7 +29,7 @@ class ArrayRow(Sequence[Any]):
         return iter(self._values.tolist())
 
     def count(self, value: Any) -> int:
-        return int((self._values == value).sum())
+        return int(np.count_nonzero(self._values == value))
 
     def __eq__(self, other: object) -> bool:
         return tuple(self) == tuple(other) if isinstance(other, tuple | ArrayRow) else NotImplemented
@@ -39,6 +39,11 @@ class ArrayRow(Sequence[Any]):
 
     def __repr__(self) -> str:
         return repr(tuple(self))
+
+
+def sum_of(row: Sequence[Any]) -> float:
+    """The sum of a row's numbers, in any order."""
+    return float(row.__array__().sum()) if isinstance(row, ArrayRow) else sum(row)
 
 
 def as_array(row: Sequence[Any], kind: type) -> np.ndarray:

@@ -68,7 +68,9 @@ class SharedLearner(Learner):
     def _score(
         self, batches: PlannedBatches, groups: Sequence[TrajectoryGroup], weights: LoraWeights
     ) -> Generator[None, None, ScoredStep]:
-        """Score own batches only, unless the objective needs numbers of the whole step: then all."""
+        """Score own batches only, unless the objective needs numbers of the whole step: then all. Builds no others."""
+        if not self._objective.needs_scores:
+            return ScoredStep(batches=batches)
         needs_step = self._objective.top_entropy_fraction < 1 or self._objective.kl_placement == "reward"
         chosen = range(len(batches)) if needs_step else self._own_batches(len(batches))
         scored = yield from score_step(

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from parallm.array_row import sum_of
 from parallm.learner.loss.advantage import MAX_FLOAT32
 from parallm.learner.passes.batch import MicroBatch
 from parallm.learner.passes.gradient import TokenStatistics
@@ -65,7 +66,7 @@ class Faults:
         if left_out and not self.groups:
             self._culprits["reward"] = left_out
         for index, trajectory in enumerate(trajectory for group in self.groups for trajectory in group.trajectories):
-            if math.isfinite(sum(trajectory.logprobs)):
+            if math.isfinite(sum_of(trajectory.logprobs)):
                 continue  # no step begins before all are checked: the quick way first
             logprobs_T = np.where(trajectory.loss_mask, trajectory.logprobs, 0.0)
             if not np.isfinite(logprobs_T).all():

@@ -74,6 +74,11 @@ class Objective:
         return self.kl_coefficient > 0 and self.kl_to == "base"
 
     @property
+    def needs_scores(self) -> bool:
+        """Whether batches are scored before any gradient."""
+        return self.needs_base or self.top_entropy_fraction < 1
+
+    @property
     def needs_all_groups(self) -> bool:
         """Whether groups with equal rewards count: in the advantages of all groups or as advantages, by KL to the base
         or the bonus.

@@ -42,9 +42,9 @@ def score_step(
     width: int,
 ) -> Generator[None, None, ScoredStep]:
     """Score `batches`, `width` at a time, as `objective` needs; yields after each round."""
-    needs_entropies = objective.top_entropy_fraction < 1
-    if not objective.needs_base and not needs_entropies:
+    if not objective.needs_scores:
         return ScoredStep(batches=batches)
+    needs_entropies = objective.top_entropy_fraction < 1
     scored: list[MicroBatch] = []
     entropies: list[np.ndarray] = []
     seconds = 0.0
