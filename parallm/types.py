@@ -255,7 +255,7 @@ class Trajectory:
     problem_id: str
     prompt_tokens: tuple[int, ...]
     tokens: Sequence[int]
-    """A tuple, or an `ArrayRow` of what another worker has sampled; so are the other numbers of tokens."""
+    """A tuple, or an `ArrayRow`; so are the other numbers of tokens."""
     loss_mask: Sequence[bool]
     """True for tokens that the policy sampled and learns from; the log-prob of other tokens may be 0."""
     logprobs: Sequence[float]

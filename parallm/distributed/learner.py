@@ -106,7 +106,7 @@ class SharedLearner(Learner):
 
         def add(last: Round) -> None:
             slot_totals, blames = figures[self._slot(next(done))]
-            blames += self._add_round(slot_totals, last, faults.completions)
+            blames += self._add_round(slot_totals, last, faults.places)
 
         def finish(_: Round) -> _Slots:
             return _Slots({slot: weights.backward(sum_N, self.layout) for slot, sum_N in sums.items()})

@@ -50,19 +50,16 @@ def pack_groups(groups: Sequence[TrajectoryGroup]) -> bytes:
     trajectories."""
     heads: list[dict[str, Any]] = []
     for group in groups:
-        rows = []
-        for trajectory in group.trajectories:
-            row = {name: getattr(trajectory, name) for name in _PLAIN}
-            row["weight_versions"] = [(span.version, span.start, span.end) for span in trajectory.weight_versions]
-            row["reward_parts"] = dict(trajectory.reward_parts)
-            row["has_advantages"] = trajectory.token_advantages is not None
-            rows.append(row)
-        faulty = [asdict(episode) for episode in group.faulty]
         prompts = list(dict.fromkeys(trajectory.prompt_tokens for trajectory in group.trajectories))
-        for row, trajectory in zip(rows, group.trajectories, strict=True):
-            row["prompt"] = prompts.index(trajectory.prompt_tokens)
-        head = {"problem_id": group.problem.problem_id, "solve_rate": group.solve_rate, "prompts": prompts}
-        heads.append(head | {"trajectories": rows, "faulty": faulty})
+        heads.append(
+            {
+                "problem_id": group.problem.problem_id,
+                "solve_rate": group.solve_rate,
+                "prompts": prompts,
+                "trajectories": [_row(one, prompts.index(one.prompt_tokens)) for one in group.trajectories],
+                "faulty": [asdict(episode) for episode in group.faulty],
+            }
+        )
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     blocks: list[np.ndarray] = []
     for name, kind in _COLUMNS.items():
@@ -91,7 +88,6 @@ def unpack_groups(content: bytes, problems: Sequence[Problem]) -> list[Trajector
     ]
 
 
-_PLAIN = ("problem_id", "temperature", "reward", "text", "finish_reason")
 _COLUMNS: Mapping[str, type] = {
     "tokens": np.int32,
     "loss_mask": np.bool_,
@@ -105,25 +101,44 @@ def _rows(lengths: np.ndarray, values: np.ndarray) -> list[ArrayRow]:
     return [ArrayRow(values[start:end]) for start, end in pairwise([0, *np.cumsum(lengths).tolist()])]
 
 
-def _trajectories(head: dict[str, Any], rows: Iterator[Sequence[ArrayRow]]) -> tuple[Trajectory, ...]:
-    """The trajectories of a group; takes as many of `rows`."""
+def _trajectories(head: dict[str, Any], columns: Iterator[Sequence[ArrayRow]]) -> tuple[Trajectory, ...]:
+    """The trajectories of a group; takes as many of `columns`."""
     prompts = [tuple(prompt) for prompt in head["prompts"]]
-    return tuple(_trajectory(row, prompts[row["prompt"]], next(rows)) for row in head["trajectories"])
+    return tuple(_trajectory(row, prompts, next(columns)) for row in head["trajectories"])
 
 
-def _trajectory(row: dict[str, Any], prompt_tokens: tuple[int, ...], columns: Sequence[ArrayRow]) -> Trajectory:
+def _row(trajectory: Trajectory, prompt: int) -> list[Any]:
+    """A trajectory without its columns. `prompt`: index of its prompt."""
+    return [
+        prompt,
+        trajectory.problem_id,
+        trajectory.temperature,
+        trajectory.reward,
+        trajectory.text,
+        trajectory.finish_reason,
+        [(span.version, span.start, span.end) for span in trajectory.weight_versions],
+        dict(trajectory.reward_parts),
+        trajectory.token_advantages is not None,
+    ]
+
+
+def _trajectory(row: list[Any], prompts: Sequence[tuple[int, ...]], columns: Sequence[ArrayRow]) -> Trajectory:
+    """The inverse of `_row`."""
+    prompt, problem_id, temperature, reward, text, finish_reason, versions, reward_parts, has_advantages = row
     tokens, loss_mask, logprobs, token_advantages = columns
     return Trajectory(
-        **{name: row[name] for name in _PLAIN},
-        prompt_tokens=prompt_tokens,
+        problem_id=problem_id,
+        prompt_tokens=prompts[prompt],
         tokens=tokens,
         loss_mask=loss_mask,
         logprobs=logprobs,
-        token_advantages=token_advantages if row["has_advantages"] else None,
-        weight_versions=tuple(
-            WeightSpan(version=version, start=start, end=end) for version, start, end in row["weight_versions"]
-        ),
-        reward_parts=row["reward_parts"],
+        temperature=temperature,
+        weight_versions=tuple(WeightSpan(version=version, start=start, end=end) for version, start, end in versions),
+        reward_parts=reward_parts,
+        reward=reward,
+        text=text,
+        finish_reason=finish_reason,
+        token_advantages=token_advantages if has_advantages else None,
     )
 
 

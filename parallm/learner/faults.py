@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from parallm.array_row import sum_of
+from parallm.array_row import as_array
 from parallm.learner.loss.advantage import MAX_FLOAT32
 from parallm.learner.passes.batch import MicroBatch
 from parallm.learner.passes.gradient import TokenStatistics
@@ -44,33 +44,30 @@ class Faults:
     """
 
     def __init__(self, groups: Sequence[TrajectoryGroup]) -> None:
+        self._given = groups
         self._culprits: dict[FaultKind, list[Culprit]] = {}
-        self.completions: list[Culprit] = []
-        """The completions of `groups`, with the places that they had before others were dropped."""
+        self.places: list[tuple[int, int]] = []
+        """Index of the group and index in it, among those given, of each completion of `groups`."""
         left_out: list[Culprit] = []
         self.groups: list[TrajectoryGroup] = []
         """The groups without dropped completions."""
-        for group_index, group in enumerate(groups):
-            checked = [
-                Culprit(problem_id=trajectory.problem_id, group=group_index, index=index, reason=_unusable(trajectory))
+        for place, group in enumerate(groups):
+            reasons = {
+                index: reason
                 for index, trajectory in enumerate(group.trajectories)
-            ]
-            left_out += [completion for completion in checked if completion.reason]
-            kept = [completion for completion in checked if not completion.reason]
-            self.completions += kept
+                if (reason := _unusable(trajectory))
+            }
+            left_out += [self._culprit((place, index), reason) for index, reason in reasons.items()]
+            kept = [index for index in range(len(group.trajectories)) if index not in reasons]
+            self.places += [(place, index) for index in kept]
             if kept:
-                trajectories = tuple(group.trajectories[completion.index] for completion in kept)
-                self.groups.append(replace(group, trajectories=trajectories) if len(kept) < len(checked) else group)
+                trajectories = tuple(group.trajectories[index] for index in kept)
+                self.groups.append(replace(group, trajectories=trajectories) if reasons else group)
         self.left_out = tuple(left_out) if self.groups else ()
         """Completions whose reward float32 cannot hold."""
         if left_out and not self.groups:
             self._culprits["reward"] = left_out
-        for index, trajectory in enumerate(trajectory for group in self.groups for trajectory in group.trajectories):
-            if math.isfinite(sum_of(trajectory.logprobs)):
-                continue  # no step begins before all are checked: the quick way first
-            logprobs_T = np.where(trajectory.loss_mask, trajectory.logprobs, 0.0)
-            if not np.isfinite(logprobs_T).all():
-                self._blame("behaviour", index, _first("the sampled log-prob", logprobs_T))
+        self._check_behaviour()
 
     @property
     def kind(self) -> FaultKind | None:
@@ -101,7 +98,22 @@ class Faults:
 
     def _blame(self, kind: FaultKind, index: int, reason: str) -> None:
         """`index` counts the completions of the step."""
-        self._culprits.setdefault(kind, []).append(replace(self.completions[index], reason=reason))
+        self._culprits.setdefault(kind, []).append(self._culprit(self.places[index], reason))
+
+    def _culprit(self, place: tuple[int, int], reason: str) -> Culprit:
+        group, index = place
+        problem_id = self._given[group].trajectories[index].problem_id
+        return Culprit(problem_id=problem_id, group=group, index=index, reason=reason)
+
+    def _check_behaviour(self) -> None:
+        trajectories = [trajectory for group in self.groups for trajectory in group.trajectories]
+        rows = [as_array(trajectory.logprobs, np.float64) for trajectory in trajectories]
+        if not rows or np.isfinite(np.concatenate(rows)).all():
+            return  # no step begins before all are checked: the quick way first
+        for index, trajectory in enumerate(trajectories):
+            logprobs_T = np.where(trajectory.loss_mask, trajectory.logprobs, 0.0)
+            if not np.isfinite(logprobs_T).all():
+                self._blame("behaviour", index, _first("the sampled log-prob", logprobs_T))
 
 
 def check_passes(

@@ -9,8 +9,7 @@ import numpy as np
 
 from parallm.learner.passes.batch import MicroBatch
 from parallm.learner.passes.gradient import TokenStatistics
-from parallm.metrics.rollout_format import LearnedCompletion
-from parallm.reports import Culprit
+from parallm.metrics.rollout_format import LearnedCompletion, Place
 from parallm.types import TrajectoryGroup
 
 
@@ -24,8 +23,8 @@ class Look:
         self._chosen = {place for number, place in enumerate(places) if number in wanted} if wanted else set()
         self._looked: list[LearnedCompletion] = []
 
-    def add(self, batch: MicroBatch, statistics: TokenStatistics, completions: Sequence[Culprit]) -> None:
-        """Keep the rows of a micro-batch that are chosen. `completions`: where each completion of the step stands."""
+    def add(self, batch: MicroBatch, statistics: TokenStatistics, places: Sequence[Place]) -> None:
+        """Keep the rows of a micro-batch that are chosen. `places`: where each completion of the step stands."""
         if not self._chosen:
             return
         logprobs_N, entropies_N, clipped_N = (
@@ -34,12 +33,13 @@ class Look:
         begin = 0
         for row, length in zip(batch.completions_S, np.bincount(batch.rows_N), strict=True):
             own = slice(begin, begin := begin + int(length))
-            where = completions[int(row)]
-            if (where.group, where.index) in self._chosen:
+            place = places[int(row)]
+            if place in self._chosen:
+                group, index = place
                 self._looked.append(
                     LearnedCompletion(
-                        group=where.group,
-                        index=where.index,
+                        group=group,
+                        index=index,
                         advantages_T=batch.advantages_N[own],
                         logprobs_T=logprobs_N[own],
                         entropies_T=entropies_N[own],

@@ -3,6 +3,9 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
+from parallm.array_row import ArrayRow
 from parallm.environment.environment import EnvironmentSession
 from parallm.rollout.environment_calls import EnvironmentFault
 from parallm.types import (
@@ -79,15 +82,15 @@ class Episode:
 
 
 def trajectory_of(
-    episode: Episode, *, reward: float, parts: Mapping[str, float], loss_mask: tuple[bool, ...]
+    episode: Episode, *, reward: float, parts: Mapping[str, float], loss_mask: Sequence[bool]
 ) -> Trajectory:
     """Return the very tokens and log-probs of the episode; `loss_mask` says which of them are trained on."""
     return Trajectory(
         problem_id=episode.problem.problem_id,
         prompt_tokens=episode.request.prompt_tokens,
-        tokens=tuple(episode.tokens),
-        loss_mask=loss_mask,
-        logprobs=tuple(episode.logprobs),
+        tokens=ArrayRow(np.array(episode.tokens, np.int32)),
+        loss_mask=ArrayRow(np.array(loss_mask, np.bool_)),
+        logprobs=ArrayRow(np.array(episode.logprobs, np.float64)),
         temperature=episode.request.sampling.temperature,
         weight_versions=tuple(episode.weight_versions),
         reward_parts=parts,

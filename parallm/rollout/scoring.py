@@ -133,15 +133,15 @@ def overlong_part(length: int, *, max_tokens: int, buffer: int) -> float:
     return min(0.0, (max_tokens - buffer - length) / buffer)
 
 
-def loss_mask(scored: ScoredEpisode, settings: RolloutSettings) -> tuple[bool, ...]:
+def loss_mask(scored: ScoredEpisode, settings: RolloutSettings) -> Sequence[bool]:
     """Return which tokens are trained on: the sampled ones, or none of a truncated completion with `mask_truncated`.
 
     Such a completion still counts in its group's mean reward.
     """
     episode = scored.episode
     if settings.mask_truncated and episode.finish_reason == "length":
-        return (False,) * len(episode.tokens)
-    return tuple(episode.is_sampled)
+        return [False] * len(episode.tokens)
+    return episode.is_sampled
 
 
 class FaultLog:

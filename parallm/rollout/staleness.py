@@ -30,6 +30,8 @@ def _lags(trajectories: Iterable[Trajectory], version: int) -> Iterator[tuple[in
     """Yield (lag, trained tokens) of each span that has any."""
     for trajectory in trajectories:
         for span in trajectory.weight_versions:
-            count = trajectory.loss_mask[span.start : span.end].count(True)
+            mask_T = trajectory.loss_mask
+            is_all = (span.start, span.end) == (0, len(mask_T))
+            count = (mask_T if is_all else mask_T[span.start : span.end]).count(True)
             if count:
                 yield version - span.version, count

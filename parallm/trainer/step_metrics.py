@@ -2,7 +2,9 @@
 
 import math
 from collections.abc import Sequence
-from statistics import fmean, pstdev
+from statistics import fmean
+
+import numpy as np
 
 from parallm.metrics.step import StepMetrics
 from parallm.reports import OffPolicyReport, UpdateReport
@@ -28,7 +30,7 @@ def step_metrics(
     return StepMetrics(
         step=step,
         reward_mean=_mean(rewards),
-        reward_std=pstdev(rewards) if rewards and all(map(math.isfinite, rewards)) else math.nan,
+        reward_std=_std(rewards),
         reward_parts=_reward_parts(trajectories),
         groups_sampled=len(rollout_batch.sampled),
         groups_with_signal=len(rollout_batch.with_signal),
@@ -72,3 +74,10 @@ def _reward_parts(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 def _mean(values: Sequence[float]) -> float:
     """The mean; NaN for no values and for values that are not finite (`statistics` raises for some)."""
     return fmean(values) if values and all(map(math.isfinite, values)) else math.nan
+
+
+def _std(values: Sequence[float]) -> float:
+    """The population's standard deviation, exactly 0 for equal values; NaN as for `_mean`."""
+    if not values or not all(map(math.isfinite, values)):
+        return math.nan
+    return float(np.std(values)) if min(values) < max(values) else 0.0

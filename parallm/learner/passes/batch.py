@@ -202,6 +202,9 @@ def _samples(groups: Sequence[TrajectoryGroup], objective: Objective, max_tokens
 
 def _by_prompt(samples: list[TrainingSample]) -> list[list[TrainingSample]]:
     """Samples of one group by prompt, in their order."""
+    prompt = samples[0].trajectory.prompt_tokens
+    if all(sample.trajectory.prompt_tokens is prompt for sample in samples):
+        return [samples]
     by_prompt: dict[tuple[int, ...], list[TrainingSample]] = {}
     for sample in samples:
         by_prompt.setdefault(sample.trajectory.prompt_tokens, []).append(sample)
