@@ -29,7 +29,8 @@ MAX_NAMED = 8
 def pack(head: Any, blocks: Blocks = ()) -> bytes:
     """The bytes of a value of JSON types and arrays after it."""
     shapes = [(block.dtype.str, block.shape) for block in blocks]
-    text = json.dumps({"head": head, "blocks": shapes}).encode()
+    # as it is: escapes of other scripts take longer to read; `json.loads` lets halves of characters pass, too
+    text = json.dumps({"head": head, "blocks": shapes}, ensure_ascii=False).encode(errors="surrogatepass")
     return b"".join([len(text).to_bytes(8, "big"), text, *(np.ascontiguousarray(block).tobytes() for block in blocks)])
 
 

@@ -345,7 +345,7 @@ def _varies(values_N: np.ndarray, lengths_S: Sequence[int]) -> bool:
 
 def _joined(parts: Sequence[np.ndarray], name: str) -> np.ndarray:
     with np.errstate(over="ignore"):
-        return np.concatenate([*parts, np.zeros(0, KINDS[name][1])]).astype(KINDS[name][1])
+        return np.concatenate([*parts, np.zeros(0, KINDS[name][1])]).astype(KINDS[name][1], copy=False)
 
 
 def _bounded(whole: CutText) -> CutText:

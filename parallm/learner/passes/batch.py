@@ -65,11 +65,8 @@ class TrainingSample:
     """The reward's advantage; `Trajectory.token_advantages` override it."""
     weight: float
     """Weight of each trained token in the step's loss."""
-
-    @property
-    def length(self) -> int:
-        """Tokens to compute after the prompt; the last one predicts nothing."""
-        return len(self.trajectory.tokens) - 1
+    length: int
+    """Tokens to compute after the prompt; the last one predicts nothing."""
 
     def advantages(self) -> np.ndarray:
         """Advantage of each completion token, float32."""
@@ -192,11 +189,15 @@ def _samples(groups: Sequence[TrajectoryGroup], objective: Objective, max_tokens
             max_tokens=max_tokens,
         )
         return TrainingSample(
-            trajectory=trajectory, completion=index, advantage=float(advantages_S[index]), weight=weight
+            trajectory=trajectory,
+            completion=index,
+            advantage=float(advantages_S[index]),
+            weight=weight,
+            length=len(trajectory.tokens) - 1,
         )
 
     by_group = [[sample(trajectory) for trajectory in group.trajectories] for group in groups]
-    with_tokens = [[sample for sample in samples if sample.trajectory.tokens] for samples in by_group]
+    with_tokens = [[sample for sample in samples if sample.length >= 0] for samples in by_group]
     return [samples for samples in with_tokens if samples]
 
 
