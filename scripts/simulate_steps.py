@@ -6,8 +6,7 @@ costs is taken from ONE alone: MORE are what predictions are compared with, and 
 had. Steps are then simulated, with lengths drawn, the sampling of each worker drawn from the steps of ONE, and failures
 averaged, for three designs:
 
-- flat, today's: all get the groups of all by NCCL; every worker plans and reports the whole step; one ring sums over
-  all.
+- flat, today's: all get the groups of all by NCCL; every worker plans the whole step; one ring sums over all.
 - ahead: the same with trainer.max_off_policy_steps=1: a worker that waits samples the next step.
 - tree: rows stay with the worker that sampled them, and lengths and rewards alone go to all, by a tree of hosts; the
   sum goes over NVLink within a host first, then over a ring of hosts. Not built: see parallm/distributed/SCALE.md.
@@ -46,7 +45,9 @@ class Costs:
     update: float
     """On the device."""
     host: float
-    """Planning and reporting, which every worker does for the rows of all."""
+    """Of an update, beside its passes."""
+    others: float
+    """What the rows of another worker cost this one, which plans them, too."""
     rest: float
     """Between and beside these parts."""
     tokens: float
@@ -88,13 +89,18 @@ class Cluster:
     """Seconds from a failure to the first step of a new gang."""
 
 
-def calibrated(one: Sequence[Mapping[str, Any]], row_tokens: float, shortest: float | None = None) -> Costs:
-    """What steps of one worker tell."""
+def calibrated(
+    one: Sequence[Mapping[str, Any]], row_tokens: float, shortest: float | None = None, others: float | None = None
+) -> Costs:
+    """What steps of one worker tell. `others`: see `Costs`; None: as much as its own take beside the passes, which is
+    more than planning."""
     update, device = mean(one, "seconds/update"), mean(one, "update/device_seconds")
+    host = max(0.0, update - device)
     return Costs(
         samplings=[row["seconds/rollout"] for row in one],
         update=device,
-        host=max(0.0, update - device),
+        host=host,
+        others=host if others is None else others,
         rest=max(0.0, whole_step(one) - mean(one, "seconds/rollout") - update),
         tokens=mean(one, "rollout/tokens"),
         row_tokens=row_tokens,
@@ -114,7 +120,7 @@ def simulated(
         "sampling": usual,
         "stragglers": slowest - usual,
         "update": costs.update,
-        "host": costs.host * (1 if is_tree else workers),
+        "host": costs.host + (0.0 if is_tree else costs.others * (workers - 1)),
         "rest": costs.rest,
         "gather": gather_seconds(workers, hosts, costs, cluster, is_tree=is_tree),
         "sum": sum_seconds(workers, hosts, vector_bytes, cluster, is_tree=is_tree),
@@ -177,6 +183,7 @@ def main() -> int:
     parser.add_argument("--vector-mb", type=float, default=mb, help="bytes of the adapter's gradient (%(default)s)")
     parser.add_argument("--row-tokens", type=float, default=256.0, help="tokens of a row (%(default)s)")
     parser.add_argument("--shortest", type=float, help="shortest row, where rows are ragged")
+    parser.add_argument("--others-ms", type=float, help="what the rows of another worker cost a step (workers.leader)")
     parser.add_argument("--load-seconds", type=float, default=usual.load, help="of a new gang (%(default)s)")
     parser.add_argument("--failure-hours", type=float, default=usual.failure_hours, help="of a device (%(default)s)")
     arguments = parser.parse_args()
@@ -185,7 +192,8 @@ def main() -> int:
         parser.error(f"{', '.join(short)}: fewer than 2 steps, and a step is timed from the end of the one before")
     if any(row.get("exchange/wait_seconds") is not None or row.get("offpolicy/lag_max") for row in runs[0]):
         parser.error(f"{arguments.runs[0]}: the first run must be one of a single worker, without steps sampled ahead")
-    costs = calibrated(runs[0], arguments.row_tokens, arguments.shortest)
+    others = None if arguments.others_ms is None else arguments.others_ms / 1000
+    costs = calibrated(runs[0], arguments.row_tokens, arguments.shortest, others)
     cluster = Cluster(load=arguments.load_seconds, failure_hours=arguments.failure_hours)
     predict = partial(simulated, costs=costs, cluster=cluster, vector_bytes=arguments.vector_mb * 1e6)
     alone = predict(1)["step"]

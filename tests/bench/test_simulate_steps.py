@@ -11,7 +11,7 @@ import pytest
 from simulate_steps import Cluster, Costs, calibrated, predicted_efficiency, simulated
 
 ROOT = Path(__file__).parents[2]
-COSTS = Costs(samplings=(2.0,), update=0.5, host=0.0, rest=0.0, tokens=0.0, row_tokens=256.0)
+COSTS = Costs(samplings=(2.0,), update=0.5, host=0.0, others=0.0, rest=0.0, tokens=0.0, row_tokens=256.0)
 UNEVEN = (1.8, 1.9, 2.1, 2.2)
 CLUSTER = Cluster(latency=0.0, failure_hours=1e12, load=30.0)
 
@@ -34,14 +34,14 @@ def test_workers_that_cost_each_other_nothing_are_as_fast_as_one() -> None:
     assert [step(workers) for workers in (1, 2, 64)] == pytest.approx([2.5] * 3)
 
 
-@pytest.mark.parametrize("changes", [{"samplings": UNEVEN}, {"host": 0.01}, {"tokens": 1e6}])
+@pytest.mark.parametrize("changes", [{"samplings": UNEVEN}, {"others": 0.01}, {"tokens": 1e6}])
 def test_each_cost_grows_with_the_number_of_workers(changes: dict[str, Any]) -> None:
     costs = replace(COSTS, **changes)
     assert step(1, costs) < step(8, costs) < step(64, costs)
 
 
 def test_the_tree_costs_less_than_the_star() -> None:
-    costs = replace(COSTS, host=0.01, tokens=1e5)
+    costs = replace(COSTS, others=0.01, tokens=1e5)
     assert step(64, costs, is_tree=True, size=1e8) < step(64, costs, size=1e8)
 
 
