@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from parallm.array_row import ArrayRow
+from parallm.array_row import ArrayRow, as_array
 from parallm.environment.environment import EnvironmentSession
 from parallm.rollout.environment_calls import EnvironmentFault
 from parallm.types import (
@@ -88,9 +88,9 @@ def trajectory_of(
     return Trajectory(
         problem_id=episode.problem.problem_id,
         prompt_tokens=episode.request.prompt_tokens,
-        tokens=ArrayRow(np.array(episode.tokens, np.int32)),
-        loss_mask=ArrayRow(np.array(loss_mask, np.bool_)),
-        logprobs=ArrayRow(np.array(episode.logprobs, np.float64)),
+        tokens=ArrayRow(as_array(episode.tokens, np.int32)),
+        loss_mask=ArrayRow(np.frombuffer(bytes(loss_mask), np.bool_)),
+        logprobs=ArrayRow(as_array(episode.logprobs, np.float64)),
         temperature=episode.request.sampling.temperature,
         weight_versions=tuple(episode.weight_versions),
         reward_parts=parts,

@@ -18,13 +18,19 @@ from parallm.server.settings import AUTO, OFF, ServerSettings
 PACKAGES = ("mlx", "mlx-lm", "numpy")
 OWN_KEYS = ("metrics.", "server.", "log_", "device.", "model.path", "model.adapter", "rollout.reward_model.adapter")
 """Prefixes of keys that may differ between workers: addresses, and folders of their machines."""
+SHARED_KEYS = ("metrics.rollouts",)
+"""Keys that must be the same all the same: workers encode the completions of a step together."""
 
 
 def shared_facts(config: RunConfig | ServeConfig) -> dict[str, Any]:
     """What all workers must have in common before they load anything."""
     keys = flat_keys(dataclasses.asdict(config))
-    own = {name: value for name, value in keys.items() if not name.startswith(OWN_KEYS) and not name.endswith(".path")}
-    plain = {name: list(value) if isinstance(value, tuple) else value for name, value in own.items()}
+    shared = {
+        name: value
+        for name, value in keys.items()
+        if name in SHARED_KEYS or (not name.startswith(OWN_KEYS) and not name.endswith(".path"))
+    }
+    plain = {name: list(value) if isinstance(value, tuple) else value for name, value in shared.items()}
     return {**plain, "Python": platform.python_version(), **{name: version(name) for name in PACKAGES}}
 
 
