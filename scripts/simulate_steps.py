@@ -34,6 +34,8 @@ HEAD_BYTES = 64
 """Bytes of a row without its tokens: length, reward, advantage."""
 VECTOR_BYTES = 35e6
 """Of an adapter's gradient: rank 16 of a 0.5B shape."""
+ROW_SECONDS = 55e-6
+"""What a row of another worker costs each: a 128th of what `workers.leader_8` loses by each worker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,18 +91,14 @@ class Cluster:
     """Seconds from a failure to the first step of a new gang."""
 
 
-def calibrated(
-    one: Sequence[Mapping[str, Any]], row_tokens: float, shortest: float | None = None, others: float | None = None
-) -> Costs:
-    """What steps of one worker tell. `others`: see `Costs`; None: as much as its own take beside the passes, which is
-    more than planning."""
+def calibrated(one: Sequence[Mapping[str, Any]], row_tokens: float, shortest: float | None = None) -> Costs:
+    """What steps of one worker tell."""
     update, device = mean(one, "seconds/update"), mean(one, "update/device_seconds")
-    host = max(0.0, update - device)
     return Costs(
         samplings=[row["seconds/rollout"] for row in one],
         update=device,
-        host=host,
-        others=host if others is None else others,
+        host=max(0.0, update - device),
+        others=ROW_SECONDS * mean(one, "rollout/tokens") / row_tokens,
         rest=max(0.0, whole_step(one) - mean(one, "seconds/rollout") - update),
         tokens=mean(one, "rollout/tokens"),
         row_tokens=row_tokens,
@@ -183,7 +181,6 @@ def main() -> int:
     parser.add_argument("--vector-mb", type=float, default=mb, help="bytes of the adapter's gradient (%(default)s)")
     parser.add_argument("--row-tokens", type=float, default=256.0, help="tokens of a row (%(default)s)")
     parser.add_argument("--shortest", type=float, help="shortest row, where rows are ragged")
-    parser.add_argument("--others-ms", type=float, help="what the rows of another worker cost a step (workers.leader)")
     parser.add_argument("--load-seconds", type=float, default=usual.load, help="of a new gang (%(default)s)")
     parser.add_argument("--failure-hours", type=float, default=usual.failure_hours, help="of a device (%(default)s)")
     arguments = parser.parse_args()
@@ -192,8 +189,7 @@ def main() -> int:
         parser.error(f"{', '.join(short)}: fewer than 2 steps, and a step is timed from the end of the one before")
     if any(row.get("exchange/wait_seconds") is not None or row.get("offpolicy/lag_max") for row in runs[0]):
         parser.error(f"{arguments.runs[0]}: the first run must be one of a single worker, without steps sampled ahead")
-    others = None if arguments.others_ms is None else arguments.others_ms / 1000
-    costs = calibrated(runs[0], arguments.row_tokens, arguments.shortest, others)
+    costs = calibrated(runs[0], arguments.row_tokens, arguments.shortest)
     cluster = Cluster(load=arguments.load_seconds, failure_hours=arguments.failure_hours)
     predict = partial(simulated, costs=costs, cluster=cluster, vector_bytes=arguments.vector_mb * 1e6)
     alone = predict(1)["step"]

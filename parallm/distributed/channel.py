@@ -134,14 +134,14 @@ class Channel:
         """Called with the reason when the exchange has ended before its time."""
         self.broadcasts: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         """The next payload that rank 0 sent by `broadcast`, in order; None: rank 0 or the exchange has ended."""
-        self._posts: queue.SimpleQueue[tuple[int, bytes] | None] = queue.SimpleQueue()  # None: the exchange has ended
+        self._posts: queue.SimpleQueue[tuple[int, bytes | None]] = queue.SimpleQueue()
         self.late_seconds: defaultdict[int, float] = defaultdict(float)
         """At rank 0: how much later than the first each rank came to gathers at which it was the last."""
         self._links = {link.rank: link for link in links}
         self._timeout = timeout_seconds
         self._waits: dict[str, _Wait] = {}
         self._lock = threading.RLock()
-        self._is_closed = False
+        self._is_closed = self._is_finished = False
         self._watch = threading.Thread(target=self._watch_deadlines, name="watchdog", daemon=True)
         self._watch.start()
         for link in links:
@@ -175,18 +175,21 @@ class Channel:
             link.send(BROADCAST, content)
 
     def post(self, content: bytes) -> None:
-        """Send bytes to rank 0, also from there. Waits for nothing."""
-        if self.rank == 0:
-            self._posts.put((0, content))
-        else:
-            self._links[0].send(POST, content)
+        """Send bytes from another rank to rank 0. Waits for nothing."""
+        self._links[0].send(POST, content)
 
-    def take_post(self, seconds: float) -> tuple[int, bytes] | None:
-        """Return a rank and what it has posted, at rank 0, in the order of arrival. None: nothing came in this time, or
-        the exchange has ended."""
+    def take_post(self, seconds: float) -> tuple[int, bytes | None] | None:
+        """Return a rank and what it has posted, at rank 0, in the order of arrival; None in its place after the last.
+
+        Returns None if nothing comes in this time.
+        """
         with suppress(queue.Empty):
-            return self._posts.get(timeout=seconds if self.failure is None else 0)
+            return self._posts.get(timeout=seconds) if seconds > 0 else self._posts.get_nowait()
         return None
+
+    def finish(self) -> None:
+        """Need no other rank from now on: that one ends is no failure. Posts still come and go."""
+        self._is_finished = True
 
     def meet(self, label: str) -> None:
         """Return when all ranks have called this, with what they were sent on its way. Raises ExchangeFailed."""
@@ -229,7 +232,7 @@ class Channel:
     def fail(self, reason: str) -> None:
         """End the exchange here and, from rank 0, everywhere. The first reason counts."""
         with self._lock:
-            if self.failure is not None or self._is_closed:
+            if self.failure is not None or self._is_closed or self._is_finished:
                 return
             self.failure = reason
             waits, self._waits = self._waits, {}
@@ -237,7 +240,8 @@ class Channel:
                 link.send(FAIL, reason.encode())
         logger.error("%s", reason)
         self.broadcasts.put(None)
-        self._posts.put(None)
+        for rank in self._links:
+            self._posts.put((rank, None))
         self.on_failure(reason)
         for wait in waits.values():
             settle(wait.future, error=ExchangeFailed(reason))
@@ -307,6 +311,7 @@ class Channel:
 
     def _part_from(self, link: Link, reason: str) -> None:
         link.has_left = True
+        self._posts.put((link.rank, None))
         if reason:
             self.fail(f"rank {link.rank} has ended: {reason}")
         elif any(wait.is_needed for _, wait in self._pending()):
@@ -318,6 +323,7 @@ class Channel:
         with self._lock:
             if not link.has_left:
                 link.has_left = True
+                self._posts.put((link.rank, None))
                 self.fail(f"rank {link.rank} is gone: its connection has ended without a word")
 
     def _watch_deadlines(self) -> None:

@@ -98,8 +98,11 @@ class Collective:
     def post(self, content: bytes) -> None:
         self._channel.post(content)
 
-    def take_post(self, seconds: float) -> tuple[int, bytes] | None:
+    def take_post(self, seconds: float) -> tuple[int, bytes | None] | None:
         return self._channel.take_post(seconds)
+
+    def finish(self) -> None:
+        self._channel.finish()
 
     def loss(self) -> Future[list[bytes]]:
         return self._channel.loss()

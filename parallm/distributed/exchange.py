@@ -4,10 +4,8 @@ Gradients come as partial sums by slot. A plain sum has a slot for each rank; wi
 slots whatever the number of ranks is, and they are added in their order.
 """
 
-import queue
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -35,11 +33,16 @@ class Gathering(Protocol):
         """Return the parts of all ranks, in the order of ranks; they should be small. Raises ExchangeFailed."""
 
     def post(self, content: bytes) -> None:
-        """Send bytes to rank 0, also from there. Waits for nothing."""
+        """Send bytes from another rank to rank 0. Waits for nothing."""
 
-    def take_post(self, seconds: float) -> tuple[int, bytes] | None:
-        """Return a rank and what it has posted, at rank 0, in the order of arrival. None: nothing came in this time, or
-        the exchange has ended."""
+    def take_post(self, seconds: float) -> tuple[int, bytes | None] | None:
+        """Return a rank and what it has posted, at rank 0, in the order of arrival; None in its place after the last.
+
+        Returns None if nothing comes in this time.
+        """
+
+    def finish(self) -> None:
+        """Need no other rank from now on: that one ends is no failure. Posts still come and go."""
 
     def loss(self) -> Future[list[bytes]]:
         """Return a future that gets ExchangeFailed when the exchange ends, and no result. Cancel it after use."""
@@ -70,9 +73,6 @@ class Alone:
 
     rank, size, failure = 0, 1, None
 
-    def __init__(self) -> None:
-        self._posts: queue.SimpleQueue[tuple[int, bytes]] = queue.SimpleQueue()
-
     def fail(self, reason: str) -> None:
         raise AssertionError(f"one process has no peer to lose: {reason}")
 
@@ -83,12 +83,12 @@ class Alone:
         return done([part])
 
     def post(self, content: bytes) -> None:
-        self._posts.put((0, content))
+        raise AssertionError("one process is rank 0")
 
-    def take_post(self, seconds: float) -> tuple[int, bytes] | None:
-        with suppress(queue.Empty):
-            return self._posts.get(timeout=seconds)
+    def take_post(self, seconds: float) -> tuple[int, bytes | None] | None:
         return None
+
+    def finish(self) -> None: ...
 
     def loss(self) -> Future[list[bytes]]:
         return Future()

@@ -1,7 +1,7 @@
 """The learner of one of several workers: it computes its rounds of the step, and all workers make the same version.
 
-Every worker holds all groups of a step and plans the same list of micro-batches, so advantages and token weights need
-nothing of their own; it builds and reports its own, and the totals go to all. Round i is in slot i modulo the number of
+Every worker holds all groups of a step and plans the same list of micro-batches, with their advantages and token
+weights. Each builds and reports its own rounds, and the totals are gathered. Round i is in slot i modulo the number of
 slots, slot s with worker s modulo the number of workers.
 """
 
@@ -106,7 +106,7 @@ class SharedLearner(Learner):
 
         def add(last: Round) -> None:
             slot_totals, blames = figures[self._slot(next(done))]
-            blames += self._add_round(slot_totals, last, faults.places)
+            blames += self._add_round(slot_totals, last, faults.indices)
 
         def finish(_: Round) -> _Slots:
             return _Slots({slot: weights.backward(sum_N, self.layout) for slot, sum_N in sums.items()})
@@ -126,7 +126,7 @@ class SharedLearner(Learner):
         seconds += time.perf_counter() - began
         yield gathered
         began = time.perf_counter()
-        of_slots = {slot: own for part in gathered.result() for slot, own in unpack_figures(part).items()}
+        of_slots = {slot: found for part in gathered.result() for slot, found in unpack_figures(part).items()}
         for slot in used:  # in their order, which does not depend on the number of workers
             slot_totals, blames = of_slots[slot]
             totals.merge(slot_totals)

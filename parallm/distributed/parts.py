@@ -190,6 +190,7 @@ class Shared(Single):
         return max(value for value, *_ in await self._gather([number]))
 
     async def leave(self) -> None:
+        self._exchange.finish()
         for writer in self._writers:
             await asyncio.to_thread(writer.close)
         self._exchange.close()

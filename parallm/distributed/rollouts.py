@@ -1,20 +1,23 @@
 """Completions of a step that several workers encode, and rank 0 writes to one file.
 
-Each encodes those that it has computed the learner's numbers of, and its share of those that were not trained on. What
-does not come, rank 0 encodes without the learner's numbers.
+A worker encodes the completions of its own rounds, and an equal share of those that were not trained on. Rank 0 encodes
+what does not arrive, without the learner's numbers.
 """
 
+import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable
 
 from parallm.distributed.exchange import Gathering
 from parallm.distributed.wire import pack_rows, unpack_rows
-from parallm.metrics.rollout_format import Cut, EncodedRow, Place, StepRollouts, encode_rows, join_rows
+from parallm.metrics.rollout_format import Cut, EncodedRows, StepRollouts, encode_rows, join_rows
 from parallm.metrics.rollout_writer import RolloutWriter, Throttle
 
 POST_SECONDS = 30.0
 """Time in which the completions of other workers must come."""
+
+logger = logging.getLogger(__name__)
 
 
 class RolloutPosts(RolloutWriter):
@@ -26,50 +29,84 @@ class RolloutPosts(RolloutWriter):
         self._cut = cut
 
     def _write(self, rollouts: StepRollouts, throttle: Throttle) -> None:
-        post_own(self._exchange, rollouts, self._cut, throttle)
+        rows: EncodedRows | None = None
+        try:
+            rows = encode_own(self._exchange, rollouts, self._cut, throttle)
+        finally:
+            self._exchange.post(pack_rows(rollouts.step, rows))
 
     def _drop(self, step: int) -> None:
-        self._exchange.post(pack_rows(step, {}))
+        self._exchange.post(pack_rows(step, None))
 
 
 class Joining:
-    """What encodes the files of rank 0: it joins the rows that it gets."""
+    """What encodes the files of rank 0: it joins its rows and those that it gets."""
 
     def __init__(self, exchange: Gathering, cut: Cut) -> None:
         self._exchange = exchange
         self._cut = cut
-        self._posts: defaultdict[int, list[dict[Place, EncodedRow]]] = defaultdict(list)  # by step, one of each rank
+        self._posts: defaultdict[int, dict[int, EncodedRows | None]] = defaultdict(dict)  # by step, then by rank
+        self._awaited = set(range(1, exchange.size))  # ranks that have not ended
+        self._has_warned = False
 
     def encode(self, rollouts: StepRollouts, throttle: Callable[[], object]) -> bytes:
         """Return the content of a step's file. Waits for the other workers."""
-        post_own(self._exchange, rollouts, self._cut, throttle)
-        rows: dict[Place, EncodedRow] = {}
-        for part in self._take(rollouts.step):
-            rows |= part
-        missing = [place for place in rollouts.places if place not in rows]
+        self._forget(rollouts.step)
+        rows = encode_own(self._exchange, rollouts, self._cut, throttle)
+        posts = self._take(rollouts.step)
+        for part in posts.values():
+            rows |= part or {}
+        missing = [index for index in rollouts.indices if index not in rows]
+        if lost := [rank for rank in range(1, self._exchange.size) if posts.get(rank) is None]:
+            self._warn_once(rollouts.step, lost, len(missing))
         rows |= encode_rows(rollouts, missing, self._cut, throttle)
         return join_rows(rollouts, rows, throttle)
 
-    def _take(self, step: int) -> list[dict[Place, EncodedRow]]:
-        """What the workers have posted of a step; forgets that of earlier ones, which this rank has dropped."""
+    def _take(self, step: int) -> dict[int, EncodedRows | None]:
+        """What the other ranks have posted of a step; None for what a rank could not encode in time."""
         deadline = time.monotonic() + POST_SECONDS
-        while len(self._posts[step]) < self._exchange.size:
-            post = self._exchange.take_post(max(0.0, deadline - time.monotonic()))
-            if post is None:
-                break
-            of_step, rows = unpack_rows(post[1])
-            self._posts[of_step].append(rows)
-        parts = self._posts[step]
-        for other in [other for other in self._posts if other <= step]:
-            del self._posts[other]
-        return parts
+        while self._awaited - self._posts[step].keys() and (seconds := deadline - time.monotonic()) > 0:
+            self._receive(seconds)
+        return self._posts.pop(step)
+
+    def _forget(self, step: int) -> None:
+        """Forget posts of earlier steps, which have come too late, or which this rank has dropped."""
+        while self._receive(0.0):
+            pass
+        for earlier in [other for other in self._posts if other < step]:
+            del self._posts[earlier]
+
+    def _receive(self, seconds: float) -> bool:
+        """Keep the next post, if one comes in this time."""
+        post = self._exchange.take_post(seconds)
+        if post is None:
+            return False
+        rank, content = post
+        if content is None:
+            self._awaited.discard(rank)
+        else:
+            step, rows = unpack_rows(content)
+            self._posts[step][rank] = rows
+        return True
+
+    def _warn_once(self, step: int, ranks: list[int], count: int) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "step %d: %d completions of rank %s did not come in time or could not be encoded; they are written "
+                "without the learner's numbers, and so are those of later steps, without a further warning",
+                step,
+                count,
+                ", ".join(map(str, ranks)),
+            )
 
 
-def post_own(exchange: Gathering, rollouts: StepRollouts, cut: Cut, throttle: Callable[[], object]) -> None:
-    """Encode this rank's completions and send them to rank 0."""
+def encode_own(exchange: Gathering, rollouts: StepRollouts, cut: Cut, throttle: Callable[[], object]) -> EncodedRows:
+    """Encode this rank's completions."""
     own = [
-        place
-        for place in rollouts.places
-        if place in rollouts.learned or (place not in rollouts.trained and place[0] % exchange.size == exchange.rank)
+        (group, index)
+        for group, index in rollouts.indices
+        if (group, index) in rollouts.learned
+        or ((group, index) not in rollouts.trained and group % exchange.size == exchange.rank)
     ]
-    exchange.post(pack_rows(rollouts.step, encode_rows(rollouts, own, cut, throttle)))
+    return encode_rows(rollouts, own, cut, throttle)

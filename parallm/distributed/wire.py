@@ -16,7 +16,7 @@ from parallm.array_row import ArrayRow, as_array
 from parallm.errors import WorkersDiffer
 from parallm.learner.faults import Blame
 from parallm.learner.totals import Spread, UpdateTotals
-from parallm.metrics.rollout_format import EncodedRow, Place, joined_arrays
+from parallm.metrics.rollout_format import EncodedRow, EncodedRows, joined_arrays
 from parallm.rollout.episode import Episode
 from parallm.rollout.scoring import Score, ScoredEpisode
 from parallm.types import FaultyEpisode, GenerationRequest, Problem, Trajectory, TrajectoryGroup, WeightSpan
@@ -197,25 +197,30 @@ def unpack_episodes(
     ]
 
 
-def pack_rows(step: int, rows: Mapping[Place, EncodedRow]) -> bytes:
-    """The bytes of completions of a step, as its file holds them."""
+def pack_rows(step: int, rows: EncodedRows | None) -> bytes:
+    """The bytes of completions of a step, as its file holds them. None: this rank sends none of them."""
+    if rows is None:
+        return pack({"step": step})
     texts = "\n".join(row.text for row in rows.values())  # JSON escapes ends of lines
     lengths_S = np.fromiter((len(row.arrays["tokens"]) for row in rows.values()), np.int32, len(rows))
     arrays = joined_arrays(list(rows.values()))
     blocks: list[np.ndarray] = [np.frombuffer(texts.encode(), np.uint8), lengths_S, *arrays.values()]
-    return pack({"step": step, "places": list(rows), "arrays": list(arrays)}, blocks)
+    return pack({"step": step, "indices": list(rows), "arrays": list(arrays)}, blocks)
 
 
-def unpack_rows(content: bytes) -> tuple[int, dict[Place, EncodedRow]]:
+def unpack_rows(content: bytes) -> tuple[int, EncodedRows | None]:
     """The inverse of `pack_rows`."""
-    head, (texts, lengths_S, *joined) = unpack(content)
-    places = [(group, index) for group, index in head["places"]]
+    head, blocks = unpack(content)
+    if not blocks:
+        return head["step"], None
+    texts, lengths_S, *joined = blocks
+    indices = [(group, index) for group, index in head["indices"]]
     bounds = pairwise([0, *np.cumsum(lengths_S).tolist()])
     arrays = (
         {name: array[begin:end] for name, array in zip(head["arrays"], joined, strict=True)} for begin, end in bounds
     )
-    lines = texts.tobytes().decode().split("\n") if places else []
-    return head["step"], dict(zip(places, map(EncodedRow, lines, arrays), strict=True))
+    lines = texts.tobytes().decode().split("\n") if indices else []
+    return head["step"], dict(zip(indices, map(EncodedRow, lines, arrays), strict=True))
 
 
 SlotFigures = Mapping[int, tuple[UpdateTotals, Sequence[Blame]]]

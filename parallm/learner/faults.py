@@ -11,6 +11,7 @@ from parallm.array_row import as_array
 from parallm.learner.loss.advantage import MAX_FLOAT32
 from parallm.learner.passes.batch import MicroBatch
 from parallm.learner.passes.gradient import TokenStatistics
+from parallm.metrics.rollout_format import CompletionIndex
 from parallm.reports import Culprit, FaultKind
 from parallm.types import Trajectory, TrajectoryGroup
 
@@ -46,20 +47,20 @@ class Faults:
     def __init__(self, groups: Sequence[TrajectoryGroup]) -> None:
         self._given = groups
         self._culprits: dict[FaultKind, list[Culprit]] = {}
-        self.places: list[tuple[int, int]] = []
-        """Index of the group and index in it, among those given, of each completion of `groups`."""
+        self.indices: list[CompletionIndex] = []
+        """Those of each completion of `groups`, before others were dropped."""
         left_out: list[Culprit] = []
         self.groups: list[TrajectoryGroup] = []
         """The groups without dropped completions."""
-        for place, group in enumerate(groups):
+        for group_index, group in enumerate(groups):
             reasons = {
                 index: reason
                 for index, trajectory in enumerate(group.trajectories)
                 if (reason := _unusable(trajectory))
             }
-            left_out += [self._culprit((place, index), reason) for index, reason in reasons.items()]
+            left_out += [self._culprit((group_index, index), reason) for index, reason in reasons.items()]
             kept = [index for index in range(len(group.trajectories)) if index not in reasons]
-            self.places += [(place, index) for index in kept]
+            self.indices += [(group_index, index) for index in kept]
             if kept:
                 trajectories = tuple(group.trajectories[index] for index in kept)
                 self.groups.append(replace(group, trajectories=trajectories) if reasons else group)
@@ -98,10 +99,10 @@ class Faults:
 
     def _blame(self, kind: FaultKind, index: int, reason: str) -> None:
         """`index` counts the completions of the step."""
-        self._culprits.setdefault(kind, []).append(self._culprit(self.places[index], reason))
+        self._culprits.setdefault(kind, []).append(self._culprit(self.indices[index], reason))
 
-    def _culprit(self, place: tuple[int, int], reason: str) -> Culprit:
-        group, index = place
+    def _culprit(self, completion: CompletionIndex, reason: str) -> Culprit:
+        group, index = completion
         problem_id = self._given[group].trajectories[index].problem_id
         return Culprit(problem_id=problem_id, group=group, index=index, reason=reason)
 

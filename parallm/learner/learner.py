@@ -28,7 +28,7 @@ from parallm.learner.passes.recomputation import overlaps_passes
 from parallm.learner.passes.scoring import ScoredStep, TokenLoss, score_step, token_losses
 from parallm.learner.settings import LearnerSettings
 from parallm.learner.totals import UpdateTotals
-from parallm.metrics.rollout_format import LearnedCompletion, Place
+from parallm.metrics.rollout_format import CompletionIndex, LearnedCompletion
 from parallm.model.adapters.adapter import Adapter
 from parallm.model.shared_model import SharedModel
 from parallm.reports import UpdateReport
@@ -221,7 +221,7 @@ class Learner(AdapterLearner):
         """Run all passes and compute the optimizer step; add to `totals` and `faults`."""
 
         def add(done: Round) -> None:
-            faults.blame(self._add_round(totals, done, faults.places))
+            faults.blame(self._add_round(totals, done, faults.indices))
 
         def finish(last: Round) -> OptimizerStep:
             return self.compute_step(weights.backward(last.gradient_N, self.layout), step)
@@ -289,14 +289,14 @@ class Learner(AdapterLearner):
         gradient_N = more_N if before_N is None else before_N + more_N
         return Round(batches=batches, result=result, norm=mx.linalg.norm(more_N), gradient_N=gradient_N)
 
-    def _add_round(self, totals: UpdateTotals, done: Round, places: Sequence[Place]) -> list[Blame]:
+    def _add_round(self, totals: UpdateTotals, done: Round, indices: Sequence[CompletionIndex]) -> list[Blame]:
         """Add a round to `totals`, and keep what is to be looked at. Returns what is not finite in it.
 
-        `places`: where each completion of the step stands.
+        `indices`: those of each completion of the step.
         """
         for pair in zip(done.batches, done.result.statistics, strict=True):
             totals.add(*pair, self.adapter.version)
-            self._look.add(*pair, places)
+            self._look.add(*pair, indices)
         return check_passes(done.batches, done.result.statistics, float(done.norm.item()))
 
     def _report(

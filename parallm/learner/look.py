@@ -9,7 +9,7 @@ import numpy as np
 
 from parallm.learner.passes.batch import MicroBatch
 from parallm.learner.passes.gradient import TokenStatistics
-from parallm.metrics.rollout_format import LearnedCompletion, Place
+from parallm.metrics.rollout_format import CompletionIndex, LearnedCompletion
 from parallm.types import TrajectoryGroup
 
 
@@ -18,13 +18,13 @@ class Look:
 
     def __init__(self, chosen: Collection[int], groups: Sequence[TrajectoryGroup]) -> None:
         """`chosen` counts the completions of all `groups`."""
-        places = ((place, index) for place, group in enumerate(groups) for index in range(len(group.trajectories)))
+        indices = [(number, index) for number, group in enumerate(groups) for index in range(len(group.trajectories))]
         wanted = frozenset(chosen)
-        self._chosen = {place for number, place in enumerate(places) if number in wanted} if wanted else set()
+        self._chosen = {index for number, index in enumerate(indices) if number in wanted}
         self._looked: list[LearnedCompletion] = []
 
-    def add(self, batch: MicroBatch, statistics: TokenStatistics, places: Sequence[Place]) -> None:
-        """Keep the rows of a micro-batch that are chosen. `places`: where each completion of the step stands."""
+    def add(self, batch: MicroBatch, statistics: TokenStatistics, indices: Sequence[CompletionIndex]) -> None:
+        """Keep the rows of a micro-batch that are chosen. `indices`: those of each completion of the step."""
         if not self._chosen:
             return
         logprobs_N, entropies_N, clipped_N = (
@@ -33,9 +33,8 @@ class Look:
         begin = 0
         for row, length in zip(batch.completions_S, np.bincount(batch.rows_N), strict=True):
             own = slice(begin, begin := begin + int(length))
-            place = places[int(row)]
-            if place in self._chosen:
-                group, index = place
+            group, index = indices[int(row)]
+            if (group, index) in self._chosen:
                 self._looked.append(
                     LearnedCompletion(
                         group=group,

@@ -161,5 +161,5 @@ def sample_row(step: int, group: TrajectoryGroup, trajectory: Trajectory) -> dic
         "version": trajectory.weight_versions[-1].version if trajectory.weight_versions else None,
         "finish_reason": trajectory.finish_reason,
         "num_tokens": len(trajectory.tokens),
-        "num_trained_tokens": sum(trajectory.loss_mask),
+        "num_trained_tokens": trajectory.loss_mask.count(True),
     }

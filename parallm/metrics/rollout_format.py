@@ -61,7 +61,7 @@ class LearnedCompletion:
     """bool: tokens whose gradient the policy term bounds or removes."""
 
 
-Place = tuple[int, int]
+CompletionIndex = tuple[int, int]
 """Index of a group among those of a step, and that of a completion in it."""
 
 
@@ -73,15 +73,15 @@ class StepRollouts:
     time: float
     """Unix seconds when the step ended."""
     groups: Sequence[TrajectoryGroup]
-    trained: Collection[Place] = frozenset()
+    trained: Collection[CompletionIndex] = frozenset()
     """The completions that were trained on."""
-    learned: Mapping[Place, LearnedCompletion] = field(default_factory=dict)
+    learned: Mapping[CompletionIndex, LearnedCompletion] = field(default_factory=dict)
     """What this process has computed of those."""
     is_kept: bool = False
     """Whether its file stays when others make room."""
 
     @property
-    def places(self) -> list[Place]:
+    def indices(self) -> list[CompletionIndex]:
         """All completions, in the order of the file."""
         return [(group, index) for group, one in enumerate(self.groups) for index in range(len(one.trajectories))]
 
@@ -93,6 +93,9 @@ class EncodedRow(NamedTuple):
     """JSON of its `CompletionRow`."""
     arrays: Mapping[str, np.ndarray]
     """One value for each token, by the names of `KINDS`."""
+
+
+EncodedRows = dict[CompletionIndex, EncodedRow]
 
 
 class FaultyRow(TypedDict):
@@ -194,29 +197,27 @@ Cut = Callable[[Sequence[np.ndarray], Callable[[], object]], Sequence[CutText]]
 
 def encode(rollouts: StepRollouts, cut: Cut, throttle: Callable[[], object] = lambda: None) -> bytes:
     """Return the file's content. `throttle` is called after each completion, and given to `cut`."""
-    return join_rows(rollouts, encode_rows(rollouts, rollouts.places, cut, throttle), throttle)
+    return join_rows(rollouts, encode_rows(rollouts, rollouts.indices, cut, throttle), throttle)
 
 
 def encode_rows(
-    rollouts: StepRollouts, places: Sequence[Place], cut: Cut, throttle: Callable[[], object]
-) -> dict[Place, EncodedRow]:
+    rollouts: StepRollouts, indices: Sequence[CompletionIndex], cut: Cut, throttle: Callable[[], object]
+) -> EncodedRows:
     """Encode some of the completions. For `throttle` see `encode`."""
-    chosen = [rollouts.groups[group].trajectories[index] for group, index in places]
+    chosen = [rollouts.groups[group].trajectories[index] for group, index in indices]
     ids = [as_array(trajectory.tokens, np.int32) for trajectory in chosen]
-    rows: dict[Place, EncodedRow] = {}
-    for place, trajectory, ids_T, whole in zip(places, chosen, ids, cut(ids, throttle), strict=True):
-        shown, learned = _bounded(whole), rollouts.learned.get(place)
+    rows: EncodedRows = {}
+    for index, trajectory, ids_T, whole in zip(indices, chosen, ids, cut(ids, throttle), strict=True):
+        shown, learned = _bounded(whole), rollouts.learned.get(index)
         text = _to_json(_completion_row(trajectory, shown.text, learned))
-        rows[place] = EncodedRow(text, _token_arrays(trajectory, ids_T, shown, learned))
+        rows[index] = EncodedRow(text, _token_arrays(trajectory, ids_T, shown, learned))
         throttle()
     return rows
 
 
-def join_rows(
-    rollouts: StepRollouts, rows: Mapping[Place, EncodedRow], throttle: Callable[[], object] = lambda: None
-) -> bytes:
+def join_rows(rollouts: StepRollouts, rows: EncodedRows, throttle: Callable[[], object]) -> bytes:
     """Return the file's content, from the rows of all completions. For `throttle` see `encode`."""
-    ordered = [rows[place] for place in rollouts.places]
+    ordered = [rows[index] for index in rollouts.indices]
     texts = iter(ordered)
     groups: list[str] = []
     for group in rollouts.groups:

@@ -19,7 +19,7 @@ PACKAGES = ("mlx", "mlx-lm", "numpy")
 OWN_KEYS = ("metrics.", "server.", "log_", "device.", "model.path", "model.adapter", "rollout.reward_model.adapter")
 """Prefixes of keys that may differ between workers: addresses, and folders of their machines."""
 SHARED_KEYS = ("metrics.rollouts",)
-"""Keys that must be the same all the same: workers encode the completions of a step together."""
+"""Keys among these that must not differ: workers encode the completions of a step together."""
 
 
 def shared_facts(config: RunConfig | ServeConfig) -> dict[str, Any]:

@@ -56,9 +56,9 @@ class RolloutRecord:
         if self._limit is not None:
             groups = sorted(groups, key=lambda group: not any(id(one) in trained for one in group.trajectories))
         groups = groups[: self._limit]
-        places = {
-            id(trajectory): (place, index)
-            for place, group in enumerate(groups)
+        indices = {
+            id(trajectory): (number, index)
+            for number, group in enumerate(groups)
             for index, trajectory in enumerate(group.trajectories)
         }
         self._writer.put(
@@ -66,8 +66,8 @@ class RolloutRecord:
                 step=step,
                 time=time.time(),
                 groups=groups,
-                trained={places[name] for name in trained if name in places},
-                learned={places[name]: one for name, one in learned.items() if name in places},
+                trained={indices[name] for name in trained if name in indices},
+                learned={indices[name]: one for name, one in learned.items() if name in indices},
                 is_kept=update is not None and update.fault is not None,
             )
         )

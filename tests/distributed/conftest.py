@@ -57,7 +57,7 @@ class Together:
         self.exact = exact
         self._parts: dict[str, dict[int, tuple[bytes, Future[list[bytes]]]]] = {}
         self._sums: dict[int, tuple[Mapping[int, mx.array], Future[mx.array]]] = {}
-        self.posts: queue.SimpleQueue[tuple[int, bytes]] = queue.SimpleQueue()
+        self.posts: queue.SimpleQueue[tuple[int, bytes | None]] = queue.SimpleQueue()
 
     def rank(self, rank: int) -> "Member":
         return Member(self, rank)
@@ -106,10 +106,12 @@ class Member:
     def post(self, content: bytes) -> None:
         self._together.posts.put((self.rank, content))
 
-    def take_post(self, seconds: float) -> tuple[int, bytes] | None:
+    def take_post(self, seconds: float) -> tuple[int, bytes | None] | None:
         with suppress(queue.Empty):
-            return self._together.posts.get(timeout=seconds)
+            return self._together.posts.get(timeout=seconds) if seconds else self._together.posts.get_nowait()
         return None
+
+    def finish(self) -> None: ...
 
     def loss(self) -> Future[list[bytes]]:
         return Future()

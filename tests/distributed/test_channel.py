@@ -228,22 +228,42 @@ def test_who_has_given_up_hears_of_a_gather_all_the_same(channels: Channels) -> 
     assert heard == [[b"ours", b"theirs"]]
 
 
+def cut_off(channel: Channel) -> None:
+    """End its connection as that of a killed process ends."""
+    channel._links[0]._connection.shutdown(socket.SHUT_RDWR)
+
+
 def test_posts_come_to_rank_0_in_the_order_of_each_rank_and_no_answer_goes_back(channels: Channels) -> None:
     leader, *others = channels(3)
     for number in (b"1", b"2"):
-        for channel in (leader, *others):
+        for channel in others:
             channel.post(number)
-    came = [leader.take_post(5.0) for _ in range(6)]
-    assert sorted(filter(None, came)) == [(rank, number) for rank in range(3) for number in (b"1", b"2")]
+    came = [leader.take_post(5.0) for _ in range(4)]
+    assert sorted(filter(None, came)) == [(rank, number) for rank in (1, 2) for number in (b"1", b"2")]
     assert [post for post in came if post and post[0] == 2] == [(2, b"1"), (2, b"2")]
     assert leader.take_post(0.01) is None
+    assert leader.take_post(0.0) is None
     assert all(channel.take_post(0.01) is None for channel in others)
 
 
-def test_a_failure_ends_the_wait_for_posts(channels: Channels) -> None:
+@pytest.mark.parametrize("ends", [Channel.close, lambda channel: channel.fail("over"), cut_off])
+def test_the_last_post_of_a_rank_is_followed_by_its_end(ends: Callable[[Channel], None], channels: Channels) -> None:
     leader, other = channels(2)
-    began = time.monotonic()
-    threading.Timer(0.1, lambda: other.fail("over")).start()
-    assert leader.take_post(60.0) is None
-    assert leader.take_post(60.0) is None
-    assert time.monotonic() - began < 30
+    other.post(b"last")
+    other._links[0].flush()
+    ends(other)
+    assert [leader.take_post(60.0) for _ in range(2)] == [(1, b"last"), (1, None)]
+
+
+@pytest.mark.parametrize("ends", [lambda channel: channel.fail("over"), cut_off])
+def test_a_rank_that_is_lost_after_the_end_is_no_failure(ends: Callable[[Channel], None], channels: Channels) -> None:
+    leader, other, third = channels(3)
+    leader.finish()
+    ends(other)
+    if ends is cut_off:
+        assert leader.take_post(60.0) == (1, None)
+    third.post(b"late")
+    assert leader.take_post(60.0) == (2, b"late")
+    assert leader.failure is None
+    third.close()
+    assert leader.take_post(60.0) == (2, None)

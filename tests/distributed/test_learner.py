@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, get_args
 
 import numpy as np
@@ -101,6 +101,11 @@ def test_the_gradient_of_two_workers_is_that_of_one(preset: Preset, together: Ru
     assert np.linalg.norm(gradient(one) - gradient(two)) < 1e-6 * np.linalg.norm(gradient(one))
     assert shared.loss == pytest.approx(report.loss, rel=1e-5, abs=1e-6)
     assert (shared.num_tokens, shared.skipped) == (report.num_tokens, report.skipped)
+    for name in ("entropy", "kl_to_behaviour", "clip_fraction"):
+        assert getattr(shared, name) == pytest.approx(getattr(report, name), rel=1e-4, abs=1e-6), name
+    assert (shared.kl_to_base or 0) == pytest.approx(report.kl_to_base or 0, rel=1e-4, abs=1e-6)
+    for ours, theirs in ((report.parity, shared.parity), (report.ratio, shared.ratio)):
+        assert asdict(theirs) == pytest.approx(asdict(ours), rel=1e-4, abs=1e-6, nan_ok=True)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Completions that several workers encode: rank 0 writes what one process would have written."""
 
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -8,10 +9,11 @@ import numpy as np
 import pytest
 
 from parallm.distributed import rollouts as module
-from parallm.distributed.rollouts import Joining, RolloutPosts, post_own
+from parallm.distributed.rollouts import Joining, RolloutPosts
 from parallm.distributed.wire import pack_rows, unpack_rows
 from parallm.metrics.rollout_format import LEARNED, LearnedCompletion, StepRollouts, decode, encode, encode_rows
 from parallm.metrics.rollout_writer import MAX_WAITING
+from parallm.metrics.token_texts import CutText
 from tests.distributed.conftest import Together
 from tests.metrics.test_rollout_format import cut, group, learned, trajectory
 
@@ -38,56 +40,77 @@ STEP = StepRollouts(step=7, time=5.0, groups=GROUPS, trained=TRAINED.keys(), lea
 WHOLE = encode(STEP, cut)
 
 
-def posted(together: Together, ranks: Sequence[int], **changes: object) -> None:
-    for rank in ranks:
-        post_own(together.rank(rank), of_rank(rank, **changes), cut, nothing)
+def post(together: Together, rank: int) -> None:
+    """Let a rank write its part of the step."""
+    write(RolloutPosts(together.rank(rank), cut, lambda: False), of_rank(rank))
 
 
-def test_the_file_is_that_of_one_process_bit_for_bit() -> None:
+def write(writer: RolloutPosts, rollouts: StepRollouts) -> None:
+    writer.put(rollouts)
+    writer.close()
+
+
+def joined(together: Together) -> bytes:
+    return Joining(together.rank(0), cut).encode(of_rank(0), nothing)
+
+
+def fails(*_: object) -> list[CutText]:
+    raise RuntimeError("no text")
+
+
+def test_the_file_is_that_of_one_process_bit_for_bit(caplog: pytest.LogCaptureFixture) -> None:
     together = Together(SIZE, exact=False)
-    posted(together, (2, 1))
-    assert together.posts.qsize() == 2
-    assert Joining(together.rank(0), cut).encode(of_rank(0), nothing) == WHOLE
+    for rank in (2, 1):
+        post(together, rank)
+    assert joined(together) == WHOLE
+    assert not caplog.records
 
 
 def test_no_completion_is_encoded_twice() -> None:
     encoded: list[int] = []
 
-    def counted(rows: Sequence[np.ndarray], throttle: object) -> object:
+    def counted(rows: Sequence[np.ndarray], _: object) -> list[CutText]:
         encoded.append(len(rows))
         return cut(rows)
 
     together = Together(SIZE, exact=False)
     for rank in (1, 2):
-        post_own(together.rank(rank), of_rank(rank), counted, nothing)  # type: ignore[arg-type]
-    Joining(together.rank(0), counted).encode(of_rank(0), nothing)  # type: ignore[arg-type]
-    assert sum(encoded) == len(STEP.places)
+        write(RolloutPosts(together.rank(rank), counted, lambda: False), of_rank(rank))
+    Joining(together.rank(0), counted).encode(of_rank(0), nothing)
+    assert sum(encoded) == len(STEP.indices)
     assert min(encoded[:SIZE]) > 1
     assert encoded[SIZE:] == [0]
 
 
-def test_what_does_not_come_is_written_without_the_numbers_of_the_learner(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "POST_SECONDS", 0.05)
+@pytest.mark.parametrize("why", ["silent", "ended", "dropped", "failed"])
+def test_what_does_not_come_is_written_without_the_numbers_of_the_learner(
+    why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     together = Together(SIZE, exact=False)
-    posted(together, (1,))
-    file, whole = decode(Joining(together.rank(0), cut).encode(of_rank(0), nothing)), decode(WHOLE)
-    for place in STEP.places:
-        found, expected = file.tokens(*place), whole.tokens(*place)
+    if why == "silent":
+        monkeypatch.setattr(module, "POST_SECONDS", 0.05)
+    elif why == "ended":
+        together.posts.put((2, None))
+    elif why == "dropped":
+        RolloutPosts(together.rank(2), cut, lambda: False)._drop(STEP.step)
+    else:
+        write(RolloutPosts(together.rank(2), fails, lambda: False), of_rank(2))
+    post(together, 1)  # behind the end of the other
+    caplog.clear()
+    began = time.monotonic()
+    file, whole = decode(joined(together)), decode(WHOLE)
+    assert time.monotonic() - began < 5
+    (record,) = caplog.records
+    assert "step 7: 2 completions of rank 2 did not come" in record.getMessage()
+    for index in STEP.indices:
+        found, expected = file.tokens(*index), whole.tokens(*index)
         assert found.texts == expected.texts
         assert found.logprobs_T.tolist() == expected.logprobs_T.tolist()
-        is_lost = place in of_rank(2).learned
-        assert (found.flags_T.tolist() == expected.flags_T.tolist()) is not is_lost
-        assert not (is_lost and (found.flags_T & LEARNED).any())
+        has_numbers = bool((found.flags_T & LEARNED).any())
+        assert has_numbers is (index in TRAINED and index not in of_rank(2).learned)
 
 
-def test_a_worker_that_has_dropped_a_step_keeps_nobody_waiting() -> None:
-    together = Together(SIZE, exact=False)
-    posted(together, (1,))
-    RolloutPosts(together.rank(2), cut, lambda: False)._drop(STEP.step)
-    assert decode(Joining(together.rank(0), cut).encode(of_rank(0), nothing)).summary["completions"] == len(STEP.places)
-
-
-def test_a_worker_ahead_is_waited_for_and_a_step_that_rank_0_has_dropped_is_forgotten() -> None:
+def test_a_worker_ahead_is_waited_for_and_late_posts_are_forgotten() -> None:
     together = Together(2, exact=False)
     joining = Joining(together.rank(0), cut)
     other = together.rank(1)
@@ -101,29 +124,42 @@ def test_a_worker_ahead_is_waited_for_and_a_step_that_rank_0_has_dropped_is_forg
     assert not joining._posts
 
 
-def test_the_writer_of_a_worker_posts_each_step_and_drops_those_beyond_the_limit() -> None:
+def test_posts_do_not_pile_up_where_rank_0_encodes_nothing() -> None:
+    together = Together(2, exact=False)
+    joining = Joining(together.rank(0), fails)
+    for step in range(20):
+        together.rank(1).post(pack_rows(step, {}))
+        with pytest.raises(RuntimeError, match="no text"):
+            joining.encode(of_rank(0, step=step), nothing)
+    assert together.posts.qsize() + len(joining._posts) <= 2
+
+
+def test_the_writer_of_a_worker_posts_each_step_and_tells_of_those_beyond_the_limit() -> None:
     together = Together(2, exact=False)
     may_go_on = threading.Event()
 
-    def slow(rows: Sequence[np.ndarray], _: object) -> object:
+    def slow(rows: Sequence[np.ndarray], _: object) -> list[CutText]:
         may_go_on.wait(60)
         return cut(rows)
 
-    writer = RolloutPosts(together.rank(1), slow, lambda: False)  # type: ignore[arg-type]
+    writer = RolloutPosts(together.rank(1), slow, lambda: False)
     for step in range(MAX_WAITING + 2):
         writer.put(of_rank(1, step=step))
     may_go_on.set()
     writer.close()
-    posts = [unpack_rows(together.posts.get_nowait()[1]) for _ in range(MAX_WAITING + 2)]
-    assert {step: bool(rows) for step, rows in posts} == {step: step < MAX_WAITING for step in range(MAX_WAITING + 2)}
+    posts = [unpack_rows(together.posts.get_nowait()[1] or b"") for _ in range(MAX_WAITING + 2)]
+    assert {step: rows is not None for step, rows in posts} == {
+        step: step < MAX_WAITING for step in range(MAX_WAITING + 2)
+    }
     assert writer.num_dropped == 2
     assert writer.reading is None
 
 
 def test_rows_come_back_equal() -> None:
     odd = [
-        group(trajectory((1, 2), 1.0, text='"\n\u2028\ud800é'), trajectory((), 0.0), trajectory((3,), float("nan"))),
         group(),
+        group(trajectory((1, 2), 1.0, text='"\n\u2028\ud800é'), trajectory((), 0.0), trajectory((3,), float("nan"))),
+        group(trajectory((4, 5), 0.5)),
     ]
     one = LearnedCompletion(
         group=0,
@@ -133,7 +169,9 @@ def test_rows_come_back_equal() -> None:
         entropies_T=np.array([0.1, 70000.0], np.float32),
         clipped_T=np.array([True, False]),
     )
-    step = StepRollouts(step=3, time=1.0, groups=odd, trained={(0, 0)}, learned={(0, 0): one})
-    together = Together(1, exact=False)
-    assert Joining(together.rank(0), cut).encode(step, nothing) == encode(step, cut)
+    step = StepRollouts(step=3, time=1.0, groups=odd, trained={(2, 0)}, learned={(2, 0): one})
+    together = Together(2, exact=False)
+    write(RolloutPosts(together.rank(1), cut, lambda: False), step)
+    assert Joining(together.rank(0), cut).encode(replace(step, learned={}), nothing) == encode(step, cut)
     assert unpack_rows(pack_rows(3, {})) == (3, {})
+    assert unpack_rows(pack_rows(3, None)) == (3, None)

@@ -10,7 +10,8 @@ from parallm.run.workers import shared_facts
 
 
 @pytest.mark.parametrize(
-    ("change", "differs"), [({"rollouts": "some"}, True), ({"rollout_bytes": 1 << 21}, False), ({"curves": False}, False)]
+    ("change", "differs"),
+    [({"rollouts": "some"}, True), ({"rollout_bytes": 1 << 21}, False), ({"curves": False}, False)],
 )
 def test_workers_may_write_other_files_but_encode_the_same_completions(change: dict[str, Any], differs: bool) -> None:
     config = RunConfig()

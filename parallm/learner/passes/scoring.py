@@ -80,7 +80,8 @@ def _with_kl_in_reward(
         np.add.at(kl_S, batch.completions_S[batch.rows_N], np.where(batch.weights_N > 0, kl_N, 0.0))
     penalty = iter(objective.kl_coefficient * kl_S)
     rewards = [[reward - next(penalty) for reward in group.rewards] for group in groups]
-    advantages_S = advantages(objective.advantage, rewards, [sum(trajectory.loss_mask) for trajectory in trajectories])
+    num_tokens_S = [trajectory.loss_mask.count(True) for trajectory in trajectories]
+    advantages_S = advantages(objective.advantage, rewards, num_tokens_S)
     return [replace(batch, advantages_N=advantages_S[batch.completions_S[batch.rows_N]]) for batch in batches]
 
 

@@ -3,14 +3,17 @@
 So a step takes rank 0 what it takes without waiting, and without the bytes on their way.
 """
 
+import queue
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 
 import mlx.core as mx
 
 from parallm.distributed.exchange import Alone, Vectors, done
-from parallm.distributed.wire import pack, pack_figures, unpack, unpack_figures
+from parallm.distributed.wire import pack_figures, pack_rows, unpack_figures
+from parallm.metrics.rollout_format import EncodedRows
 
 
 class Echo(Alone):
@@ -18,8 +21,8 @@ class Echo(Alone):
 
     def __init__(self, size: int, late_seconds: float) -> None:
         """`late_seconds`: by how much the others come late with their groups, as a control."""
-        super().__init__()
         self.size = size
+        self._posts: queue.SimpleQueue[tuple[int, bytes]] = queue.SimpleQueue()
         self._late_seconds = late_seconds
 
     def gather(self, label: str, part: bytes) -> Future[list[bytes]]:
@@ -32,13 +35,18 @@ class Echo(Alone):
         time.sleep(self._late_seconds)
         return self.gather(label, part)
 
-    def post(self, content: bytes) -> None:
-        super().post(content)
-        head, blocks = unpack(content)
-        own, group_size = set(map(tuple, head["places"])), 1 + max(index for _, index in head["places"])
-        others = [place for row in range(len(own) * self.size) if (place := divmod(row, group_size)) not in own]
-        for start in range(0, len(others) - len(own) + 1, len(own)):
-            super().post(pack(head | {"places": others[start : start + len(own)]}, blocks))
+    def echo_rows(self, step: int, rows: EncodedRows) -> None:
+        """Post the completions that the other ranks would have encoded, with the texts and numbers of rank 0's."""
+        group_size = 1 + max(index for _, index in rows)
+        others = [index for row in range(len(rows) * self.size) if (index := divmod(row, group_size)) not in rows]
+        for rank in range(1, self.size):
+            theirs = others[(rank - 1) * len(rows) : rank * len(rows)]
+            self._posts.put((rank, pack_rows(step, dict(zip(theirs, rows.values(), strict=False)))))
+
+    def take_post(self, seconds: float) -> tuple[int, bytes] | None:
+        with suppress(queue.Empty):
+            return self._posts.get_nowait()
+        return None
 
     def sum_slots(self, vectors_N: Vectors, used: Sequence[int], slots: int, length: int) -> Future[mx.array]:
         total_N = vectors_N[0] * len(used)

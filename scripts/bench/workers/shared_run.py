@@ -5,6 +5,7 @@ The first process starts the workers, which run this module, too.
 
 import sys
 import tempfile
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,8 @@ from parallm.distributed.settings import DistributedSettings
 from parallm.run.command import run_command
 
 if TYPE_CHECKING:
+    from bench.workers.echo import Echo
+    from parallm.metrics.rollout_format import EncodedRows, StepRollouts
     from parallm.model.shared_model import SharedModel
 
 
@@ -50,14 +53,15 @@ def main(
 
         if echoes:
             from bench.workers.echo import Echo  # noqa: PLC0415
+            from parallm.distributed import rollouts  # noqa: PLC0415
             from parallm.distributed.parts import Shared, Single  # noqa: PLC0415
             from parallm.rollout import collector  # noqa: PLC0415
             from parallm.run import train as training  # noqa: PLC0415
 
             vars(collector)["SamplingParams"] = partial(collector.SamplingParams, ignore_eos=True)
-            vars(training)["parts_for"] = lambda settings, _: (
-                Shared(Echo(echoes, late_seconds), settings, None) if echoes > 1 else Single()
-            )
+            echo = Echo(echoes, late_seconds)
+            vars(training)["parts_for"] = lambda settings, _: Shared(echo, settings, None) if echoes > 1 else Single()
+            vars(rollouts)["encode_own"] = echoed(rollouts.encode_own, echo)
 
         def make() -> "SharedModel":
             mx.random.seed(0)  # every worker has the same base
@@ -68,3 +72,14 @@ def main(
     own = [f"distributed.workers={workers}", "distributed=mlx"] if workers > 1 else []
     sys.argv[1:] = [*overrides, *own, f"hydra.run.dir={run}", *sys.argv[3:]]  # a restart adds its own
     sys.exit(run_command("train", train))
+
+
+def echoed(encode_own: Callable[..., "EncodedRows"], echo: "Echo") -> Callable[..., "EncodedRows"]:
+    """Encodes rank 0's completions of a step, and lets the other ranks post theirs."""
+
+    def encode(exchange: Any, rollouts: "StepRollouts", *more: Any) -> "EncodedRows":
+        rows = encode_own(exchange, rollouts, *more)
+        echo.echo_rows(rollouts.step, rows)
+        return rows
+
+    return encode
