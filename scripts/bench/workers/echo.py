@@ -12,7 +12,7 @@ from contextlib import suppress
 import mlx.core as mx
 
 from parallm.distributed.exchange import Alone, Vectors, done
-from parallm.distributed.wire import pack_figures, pack_rows, unpack_figures
+from parallm.distributed.wire import pack, pack_figures, pack_rows, unpack, unpack_figures
 from parallm.metrics.rollout_format import EncodedRows
 
 
@@ -39,13 +39,17 @@ class Echo(Alone):
         """Post the completions that the other ranks would have encoded, with the texts and numbers of rank 0's."""
         group_size = 1 + max(index for _, index in rows)
         others = [index for row in range(len(rows) * self.size) if (index := divmod(row, group_size)) not in rows]
+        head, blocks = unpack(pack_rows(step, rows))
         for rank in range(1, self.size):
             theirs = others[(rank - 1) * len(rows) : rank * len(rows)]
-            self._posts.put((rank, pack_rows(step, dict(zip(theirs, rows.values(), strict=False)))))
+            if len(theirs) == len(rows):  # not packed anew, as this takes time of rank 0
+                self._posts.put((rank, pack(head | {"indices": theirs}, blocks)))
+            else:
+                self._posts.put((rank, pack_rows(step, dict(zip(theirs, rows.values(), strict=False)))))
 
     def take_post(self, seconds: float) -> tuple[int, bytes] | None:
         with suppress(queue.Empty):
-            return self._posts.get_nowait()
+            return self._posts.get(timeout=seconds) if seconds > 0 else self._posts.get_nowait()
         return None
 
     def sum_slots(self, vectors_N: Vectors, used: Sequence[int], slots: int, length: int) -> Future[mx.array]:
