@@ -13,7 +13,7 @@ class ArrayRow(Sequence[Any]):
     __slots__ = ("array",)
 
     def __init__(self, array: np.ndarray) -> None:
-        """`array`: (N,), which nobody changes."""
+        """`array`: (N,); it must not change afterwards."""
         self.array = array
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:

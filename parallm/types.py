@@ -285,6 +285,10 @@ class FaultyEpisode:
     traceback: str = ""
 
 
+CompletionIndex = tuple[int, int]
+"""Index of a group among those of a step, and that of a completion in it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryGroup:
     """All trajectories of one problem, mostly with the same prompt; advantages are relative to this group.

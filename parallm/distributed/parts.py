@@ -22,7 +22,7 @@ from parallm.distributed.learner import SharedLearner
 from parallm.distributed.pacing import SharedPacing
 from parallm.distributed.recorder import QuietRecorder, SharedRecorder
 from parallm.distributed.rollout_engines.pool import EnginePool, open_pool
-from parallm.distributed.rollouts import Joining, RolloutPosts
+from parallm.distributed.rollouts import RolloutJoiner, RolloutPosts
 from parallm.distributed.settings import DistributedSettings
 from parallm.distributed.team import Team, difference
 from parallm.distributed.wire import pack, unpack
@@ -179,7 +179,7 @@ class Shared(Single):
     ) -> RolloutWriter:
         writer: RolloutWriter
         if self.is_leader:
-            join = Joining(self._exchange, cut).encode
+            join = RolloutJoiner(self._exchange, cut).encode
             writer = RolloutFiles(folder, join, max_bytes=max_bytes, is_decoding=is_decoding, evaluated=evaluated)
         else:
             writer = RolloutPosts(self._exchange, cut, is_decoding)

@@ -39,8 +39,8 @@ class RolloutPosts(RolloutWriter):
         self._exchange.post(pack_rows(step, None))
 
 
-class Joining:
-    """What encodes the files of rank 0: it joins its rows and those that it gets."""
+class RolloutJoiner:
+    """Encodes the files of rank 0, from its own rows and those that other ranks post."""
 
     def __init__(self, exchange: Gathering, cut: Cut) -> None:
         self._exchange = exchange
@@ -63,7 +63,8 @@ class Joining:
         return join_rows(rollouts, rows, throttle)
 
     def _take(self, step: int) -> dict[int, EncodedRows | None]:
-        """What the other ranks have posted of a step; None for what a rank could not encode in time."""
+        """Return the rows that other ranks post of a step, by rank. None: the rank could not encode them; ranks whose
+        rows do not come in time are missing."""
         deadline = time.monotonic() + POST_SECONDS
         while self._awaited - self._posts[step].keys() and (seconds := deadline - time.monotonic()) > 0:
             self._receive(seconds)

@@ -224,7 +224,7 @@ def unpack_rows(content: bytes) -> tuple[int, EncodedRows | None]:
 
 
 SlotFigures = Mapping[int, tuple[UpdateTotals, Sequence[Blame]]]
-"""What the rounds of each slot of an update came to."""
+"""Totals of the rounds of each slot of an update, and their values that are not finite."""
 
 
 def pack_figures(figures: SlotFigures) -> bytes:

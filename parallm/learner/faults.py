@@ -11,9 +11,8 @@ from parallm.array_row import as_array
 from parallm.learner.loss.advantage import MAX_FLOAT32
 from parallm.learner.passes.batch import MicroBatch
 from parallm.learner.passes.gradient import TokenStatistics
-from parallm.metrics.rollout_format import CompletionIndex
 from parallm.reports import Culprit, FaultKind
-from parallm.types import Trajectory, TrajectoryGroup
+from parallm.types import CompletionIndex, Trajectory, TrajectoryGroup
 
 MAX_NAMED = 3
 """Number of trajectories that a message names; the report holds all."""
@@ -120,7 +119,7 @@ class Faults:
 def check_passes(
     batches: Sequence[MicroBatch], statistics: Sequence[TokenStatistics], gradient_norm: float
 ) -> list[Blame]:
-    """What is not finite in some micro-batches, or in the norm of their summed gradients."""
+    """Return the values that are not finite in some micro-batches, or in the norm of their summed gradients."""
     pairs = [(batch, np.array(result.logprobs_N)) for batch, result in zip(batches, statistics, strict=True)]
     blames: list[Blame] = []
     for pair, result in zip(pairs, statistics, strict=True):

@@ -28,11 +28,11 @@ from parallm.learner.passes.recomputation import overlaps_passes
 from parallm.learner.passes.scoring import ScoredStep, TokenLoss, score_step, token_losses
 from parallm.learner.settings import LearnerSettings
 from parallm.learner.totals import UpdateTotals
-from parallm.metrics.rollout_format import CompletionIndex, LearnedCompletion
+from parallm.metrics.rollout_format import LearnedCompletion
 from parallm.model.adapters.adapter import Adapter
 from parallm.model.shared_model import SharedModel
 from parallm.reports import UpdateReport
-from parallm.types import TrajectoryGroup
+from parallm.types import CompletionIndex, TrajectoryGroup
 
 Built = TypeVar("Built")
 LAST_PARTS = 2
@@ -290,7 +290,7 @@ class Learner(AdapterLearner):
         return Round(batches=batches, result=result, norm=mx.linalg.norm(more_N), gradient_N=gradient_N)
 
     def _add_round(self, totals: UpdateTotals, done: Round, indices: Sequence[CompletionIndex]) -> list[Blame]:
-        """Add a round to `totals`, and keep what is to be looked at. Returns what is not finite in it.
+        """Add a round to `totals`, and keep what is to be looked at. Returns the values of it that are not finite.
 
         `indices`: those of each completion of the step.
         """

@@ -9,8 +9,8 @@ import numpy as np
 
 from parallm.learner.passes.batch import MicroBatch
 from parallm.learner.passes.gradient import TokenStatistics
-from parallm.metrics.rollout_format import CompletionIndex, LearnedCompletion
-from parallm.types import TrajectoryGroup
+from parallm.metrics.rollout_format import LearnedCompletion
+from parallm.types import CompletionIndex, TrajectoryGroup
 
 
 class Look:

@@ -21,7 +21,7 @@ from parallm.array_row import as_array
 from parallm.errors import RolloutsDamaged
 from parallm.metrics.json_lines import finite
 from parallm.metrics.token_texts import CutText
-from parallm.types import Trajectory, TrajectoryGroup
+from parallm.types import CompletionIndex, Trajectory, TrajectoryGroup
 
 TRAINED, CLIPPED, LEARNED = 1, 2, 4
 """Bits of `flags`: the policy learned from this token; its gradient was bounded; the learner has computed it."""
@@ -61,10 +61,6 @@ class LearnedCompletion:
     """bool: tokens whose gradient the policy term bounds or removes."""
 
 
-CompletionIndex = tuple[int, int]
-"""Index of a group among those of a step, and that of a completion in it."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRollouts:
     """The completions of one step, as they are written."""
@@ -76,7 +72,7 @@ class StepRollouts:
     trained: Collection[CompletionIndex] = frozenset()
     """The completions that were trained on."""
     learned: Mapping[CompletionIndex, LearnedCompletion] = field(default_factory=dict)
-    """What this process has computed of those."""
+    """The learner's numbers that this process has computed."""
     is_kept: bool = False
     """Whether its file stays when others make room."""
 
@@ -87,7 +83,7 @@ class StepRollouts:
 
 
 class EncodedRow(NamedTuple):
-    """What a file holds of one completion."""
+    """One completion as its file holds it."""
 
     text: str
     """JSON of its `CompletionRow`."""

@@ -57,7 +57,7 @@ class RolloutWriter(ABC):
     """Gets the completions of one policy. Methods return at once; `close` waits for what is under way."""
 
     reading: RolloutFolder | None = None
-    """What was written, if this process writes it."""
+    """The files that this process writes; None: it writes none."""
 
     def __init__(self, is_decoding: Callable[[], bool]) -> None:
         """`is_decoding`: whether decode steps are launched, which any thread may ask."""
@@ -105,7 +105,7 @@ class RolloutWriter(ABC):
 
     @abstractmethod
     def _drop(self, step: int) -> None:
-        """Called for a step that is not written, by whoever calls `put`."""
+        """Tell of a step that is not written. Runs in the thread that calls `put`."""
 
     def _do(self, work: Callable[[], None]) -> None:
         """Do this in the thread, after what was asked before."""

@@ -31,7 +31,7 @@ def _lags(trajectories: Iterable[Trajectory], version: int) -> Iterator[tuple[in
     for trajectory in trajectories:
         for span in trajectory.weight_versions:
             mask_T = trajectory.loss_mask
-            is_all = (span.start, span.end) == (0, len(mask_T))
+            is_all = (span.start, span.end) == (0, len(mask_T))  # mostly: no slice is needed
             count = (mask_T if is_all else mask_T[span.start : span.end]).count(True)
             if count:
                 yield version - span.version, count

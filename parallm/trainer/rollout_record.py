@@ -29,7 +29,7 @@ class RolloutRecord:
 
     @property
     def reading(self) -> RolloutFolder | None:
-        """What was written, and what is still in memory. For any thread. None: another process writes it."""
+        """The steps that are written or still in memory. For any thread. None: another process writes them."""
         return self._writer.reading
 
     def go_on_after(self, step: int) -> None:

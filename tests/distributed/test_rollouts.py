@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from parallm.distributed import rollouts as module
-from parallm.distributed.rollouts import Joining, RolloutPosts
+from parallm.distributed.rollouts import RolloutJoiner, RolloutPosts
 from parallm.distributed.wire import pack_rows, unpack_rows
 from parallm.metrics.rollout_format import LEARNED, LearnedCompletion, StepRollouts, decode, encode, encode_rows
 from parallm.metrics.rollout_writer import MAX_WAITING
@@ -51,7 +51,7 @@ def write(writer: RolloutPosts, rollouts: StepRollouts) -> None:
 
 
 def joined(together: Together) -> bytes:
-    return Joining(together.rank(0), cut).encode(of_rank(0), nothing)
+    return RolloutJoiner(together.rank(0), cut).encode(of_rank(0), nothing)
 
 
 def fails(*_: object) -> list[CutText]:
@@ -76,7 +76,7 @@ def test_no_completion_is_encoded_twice() -> None:
     together = Together(SIZE, exact=False)
     for rank in (1, 2):
         write(RolloutPosts(together.rank(rank), counted, lambda: False), of_rank(rank))
-    Joining(together.rank(0), counted).encode(of_rank(0), nothing)
+    RolloutJoiner(together.rank(0), counted).encode(of_rank(0), nothing)
     assert sum(encoded) == len(STEP.indices)
     assert min(encoded[:SIZE]) > 1
     assert encoded[SIZE:] == [0]
@@ -112,7 +112,7 @@ def test_what_does_not_come_is_written_without_the_numbers_of_the_learner(
 
 def test_a_worker_ahead_is_waited_for_and_late_posts_are_forgotten() -> None:
     together = Together(2, exact=False)
-    joining = Joining(together.rank(0), cut)
+    joining = RolloutJoiner(together.rank(0), cut)
     other = together.rank(1)
     rows = encode_rows(of_rank(1), list(of_rank(1).learned), cut, nothing)
     for step in (6, 8, 7):
@@ -126,7 +126,7 @@ def test_a_worker_ahead_is_waited_for_and_late_posts_are_forgotten() -> None:
 
 def test_posts_do_not_pile_up_where_rank_0_encodes_nothing() -> None:
     together = Together(2, exact=False)
-    joining = Joining(together.rank(0), fails)
+    joining = RolloutJoiner(together.rank(0), fails)
     for step in range(20):
         together.rank(1).post(pack_rows(step, {}))
         with pytest.raises(RuntimeError, match="no text"):
@@ -172,6 +172,6 @@ def test_rows_come_back_equal() -> None:
     step = StepRollouts(step=3, time=1.0, groups=odd, trained={(2, 0)}, learned={(2, 0): one})
     together = Together(2, exact=False)
     write(RolloutPosts(together.rank(1), cut, lambda: False), step)
-    assert Joining(together.rank(0), cut).encode(replace(step, learned={}), nothing) == encode(step, cut)
+    assert RolloutJoiner(together.rank(0), cut).encode(replace(step, learned={}), nothing) == encode(step, cut)
     assert unpack_rows(pack_rows(3, {})) == (3, {})
     assert unpack_rows(pack_rows(3, None)) == (3, None)
