@@ -50,7 +50,7 @@ def row_bucket(num_rows: int) -> int:
     alone, by a kernel for vectors that costs the host a quarter of a matrix product, unless its step is captured."""
     if num_rows <= 1:
         return num_rows
-    step = next((step for most, step in ((8, 4), (32, 8), (64, 16)) if num_rows <= most), 32)
+    step = next((step for most, step in ((8, 4), (32, 8), (64, 16), (256, 32)) if num_rows <= most), 64)
     return -(-num_rows // step) * step
 
 

@@ -17,7 +17,7 @@ from parallm.engine.settings import EngineSettings
 from parallm.model.adapters.adapter import Adapter
 from parallm.model.kernels.add_norm import fits
 from parallm.model.kernels.compiler import Specialization
-from parallm.model.kernels.cuda import has_kernels, listed_kernels, uploaded
+from parallm.model.kernels.cuda import captured_launches, has_kernels, listed_kernels, uploaded
 from parallm.model.kernels.delta_chunks import with_any_rows
 from parallm.model.kernels.gather import take_in_groups, take_rows
 from parallm.model.kernels.page_copy import copy_pages
@@ -35,7 +35,9 @@ from parallm.model.shared_model import PlainCache, SharedModel
 SHAPES = ((1, 4096), (1024, 256))
 """Rows and positions of steps whose attention shares a row between blocks, and does not."""
 MAX_BUCKET = 256
-"""Rows from which on all numbers of rows are multiplied alike: packed weights of any form are unpacked then."""
+"""Rows from which on packed weights of any form are unpacked."""
+CAPTURED = (64, 128, 256, 512, 1024)
+"""Rows of captured steps: those up to each are multiplied alike."""
 
 
 def engine_kernels(model: SharedModel, adapter: Adapter, settings: EngineSettings) -> list[Specialization]:
@@ -68,6 +70,9 @@ def engine_kernels(model: SharedModel, adapter: Adapter, settings: EngineSetting
             for merged in {merged.form(lora): merged for merged in merged_linears(model.base)}.values():
                 for rows, tokens in (*((rows, 1) for rows in buckets), (1, STEP), (1, MIN_LONG)):
                     merged.list_kernels(mx.zeros((rows, tokens, merged.num_inputs), model.dtype), lora)
+                with captured_launches():
+                    for rows in CAPTURED:
+                        merged.list_kernels(mx.zeros((rows, 1, merged.num_inputs), model.dtype), lora)
     return with_any_rows(kernels)
 
 

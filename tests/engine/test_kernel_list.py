@@ -2,7 +2,8 @@
 
 import io
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import mlx.core as mx
@@ -29,6 +30,7 @@ from parallm.model.kernels import cuda, host_memory
 from parallm.model.kernels.all_sum import PeerMemory
 from parallm.model.kernels.columns import memory_of
 from parallm.model.kernels.compiler import Defines, Specialization
+from parallm.model.kernels.cuda import captured_launches
 from parallm.model.kernels.page_write import PAGE
 from parallm.model.load import NANO, share_model
 from parallm.model.lora.segmented import SegmentedLora
@@ -120,30 +122,56 @@ def test_an_engine_launches_what_is_listed(
     assert len(launched) > 15, "a list of a few kernels would not do"
 
 
-def operations(rows: int, *, layers: int, adapter: Callable[..., Adapter] | None) -> int:
-    """The nodes that MLX walks for a step over pages."""
-    shape = SHAPE | {"num_hidden_layers": layers}
-    model = share_model(Model(ModelArgs.from_dict(shape)), shape, ChatTokenizer(load_tokenizer(NANO)), ModelSettings())
-    lora = None if adapter is None else LoraSelector(model).select([adapter(model, 1, rank=8)] * rows)
+def step_over_pages(model: SharedModel, adapters: Sequence[Adapter | None]) -> mx.array:
+    """Hidden states of rows with these adapters."""
+    rows, lora = len(adapters), LoraSelector(model).select(adapters)
     metadata, lengths_B, tables_BN = AttentionMetadata(), mx.zeros(rows, mx.int32), mx.zeros((rows, 4), mx.int32)
     metadata.set_traced(lengths_B, tables_BN, num_positions=4 * PAGE)
     pools = make_pools(model, 1)
     mx.eval(model.base.parameters(), lengths_B, tables_BN, pools)
     if isinstance(lora, SegmentedLora):
         mx.eval(lora.arrays())
-    hidden = model.hidden(lengths_B[:, None], [PagedCache(metadata, pool) for pool in pools], lora)
+    return model.hidden(lengths_B[:, None], [PagedCache(metadata, pool) for pool in pools], lora)
+
+
+@pytest.mark.parametrize("versions", [0, 1, 2])
+def test_captured_steps_launch_what_is_listed(
+    versions: int,
+    model: SharedModel,
+    launched: dict[Specialization, None],
+    random_adapter: Callable[..., Adapter],
+) -> None:
+    listed = engine_kernels(model, random_adapter(model, 1, rank=8), EngineSettings())
+    adapters = [random_adapter(model, 1 + version, rank=8) for version in range(versions)]
+    launched.clear()
+    for rows in (4, 40, 100, 130, 260, 400, 700, 1024):
+        with captured_launches():
+            step_over_pages(model, [adapters[row % versions] if versions else None for row in range(rows)])
+    assert [kernel for kernel in launched if kernel not in listed] == []
+    assert len([name for name, _ in launched if name == "warpgroup_gemm"]) >= 3
+
+
+def operations(rows: int, *, layers: int, adapter: Callable[..., Adapter] | None) -> int:
+    """The nodes that MLX walks for a step over pages."""
+    shape = SHAPE | {"num_hidden_layers": layers}
+    model = share_model(Model(ModelArgs.from_dict(shape)), shape, ChatTokenizer(load_tokenizer(NANO)), ModelSettings())
+    hidden = step_over_pages(model, [None if adapter is None else adapter(model, 1, rank=8)] * rows)
     graph = io.StringIO()
     mx.export_to_dot(graph, hidden)
     return graph.getvalue().count("label =")
 
 
 @pytest.mark.parametrize(
-    ("rows", "has_lora", "expected"),
-    [(30, False, 7), (30, True, 7), (200, False, 8), (200, True, 13)],
-    ids=["few rows", "few rows with LoRA", "many rows", "many rows with LoRA"],
+    ("rows", "is_captured", "has_lora", "expected"),
+    [
+        *((30, is_captured, has_lora, 7) for is_captured in (False, True) for has_lora in (False, True)),
+        *((200, False, False, 8), (200, False, True, 13), (200, True, False, 7), (200, True, True, 7)),
+        *((400, True, False, 7), (400, True, True, 9), (1100, True, False, 8), (1100, True, True, 13)),
+    ],
 )
 def test_a_layer_of_a_step_is_kernels_and_products_without_views(
     rows: int,
+    is_captured: bool,
     has_lora: bool,
     expected: int,
     launched: dict[Specialization, None],
@@ -159,7 +187,8 @@ def test_a_layer_of_a_step_is_kernels_and_products_without_views(
 
     monkeypatch.setattr(cuda.Kernel, "__call__", launch)
     adapter = random_adapter if has_lora else None
-    assert operations(rows, layers=3, adapter=adapter) - operations(rows, layers=2, adapter=adapter) == expected
+    with captured_launches() if is_captured else nullcontext():
+        assert operations(rows, layers=3, adapter=adapter) - operations(rows, layers=2, adapter=adapter) == expected
 
 
 @pytest.mark.parametrize("versions", [0, 1])

@@ -18,6 +18,7 @@ from parallm.model.kernels.segmented_lora import GroupWeights, ShrinkOutput
 DTYPES = (mx.bfloat16, mx.float16)
 MAX_CHUNKS = 8
 MAX_FACTORS = 1 << 16  # values of B that a block holds: rank 16 of an 8B shape, the most that was tried
+MAX_ROWS_OF_A = 256  # that are multiplied by A
 BYTES_OF_ROW = 20 << 10  # shared memory for the row itself, and for sums
 USUAL_BYTES = 48 << 10  # that a block may have unless MLX asks for more, as it does where factors alone take more
 THREADS_OF_COLUMN, MAX_THREADS_OF_COLUMNS = 8, 512
@@ -44,11 +45,13 @@ def fits(parts_SBTH: mx.array | None, stream_BTH: mx.array, lora: ShrinkOutput |
 
 def can_shrink(stream_BTH: mx.array, lora: ShrinkOutput | None, weights: GroupWeights) -> bool:
     """Whether `add_norm`, beside the product of `lora`, can multiply rows by A of `weights`: of one version, as several
-    need rows in another order; rank 16 of a 1.5B shape has room on Hopper."""
+    need rows in another order; rank 16 of a 1.5B shape has room on Hopper. Each row's block reads A, so that more rows
+    are left to `small_batch_gemm`."""
     size, dtype = stream_BTH.shape[-1], stream_BTH.dtype
     columns = _ranks(lora) + sum(weights.layout.ranks)
     has_one = weights.array_VN.shape[0] == 1 and weights.num_inputs == size
-    return has_one and weights.array_VN.dtype == dtype and _has_room(columns * size * dtype.size)
+    has_few = stream_BTH.shape[0] * stream_BTH.shape[1] <= MAX_ROWS_OF_A
+    return has_one and has_few and weights.array_VN.dtype == dtype and _has_room(columns * size * dtype.size)
 
 
 def _ranks(lora: ShrinkOutput | None) -> int:

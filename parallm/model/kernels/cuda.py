@@ -189,6 +189,11 @@ def listed_kernels() -> Iterator[dict[Specialization, None]]:
         _listed.reset(token)
 
 
+def is_capturing() -> bool:
+    """Whether launches are captured, so that a forward should consist of them."""
+    return _captured.get() is not None
+
+
 @contextmanager
 def captured_launches() -> Iterator[list[Launch]]:
     """The launches that are built inside the block, in their order. They run as always, once they are evaluated."""

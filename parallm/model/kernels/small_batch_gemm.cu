@@ -14,16 +14,7 @@
 // each at once. Blocks after the last output compute rows of A in the same way.
 #include "dependent.cuh"
 #include "mma.cuh"
-
-template <typename Out>
-__device__ __forceinline__ void write(Out* to, const float* values) {
-  struct alignas(16) Vector {
-    Out values[8];
-  } vector;
-#pragma unroll
-  for (int j = 0; j < 8; j++) vector.values[j] = Out(values[j]);
-  *reinterpret_cast<Vector*>(to) = vector;
-}
+#include "gemm.cuh"
 
 extern "C" __global__ void __launch_bounds__(32 * WIDE * DEEP)
     small_batch_gemm(const T* x, const T* weight,
@@ -56,12 +47,10 @@ extern "C" __global__ void __launch_bounds__(32 * WIDE * DEEP)
   const int height = is_lora ? columns : outputs;
   const T* matrix = is_lora ? factors + starts[0] : weight;
   const int64_t jump = is_lora ? numbers_of_version - int64_t(K) * width : 0;  // from one version to the next
-  auto output_of = [&](int row) { return row; };
   auto row_of = [&](int row) { return matrix + int64_t(row) * width + row / K * jump; };
 #else
   const int first = blockIdx.x * TILE, height = outputs;
-  auto output_of = [&](int row) { return GATED ? row / 2 + row % 2 * (outputs / 2) : row; };
-  auto row_of = [&](int row) { return weight + int64_t(output_of(row)) * width; };
+  auto row_of = [&](int row) { return weight + int64_t(output_of(row, outputs)) * width; };
 #endif
   extern __shared__ __align__(128) char shared[];
   const int column = threadIdx.x % VECTORS, line = threadIdx.x / VECTORS;
@@ -177,7 +166,7 @@ extern "C" __global__ void __launch_bounds__(32 * WIDE * DEEP)
   }
   asm volatile("cp.async.wait_group 0;" ::: "memory");
   __syncthreads();
-  constexpr int PITCH_SUMS = TILE + 4;  // what half a warp writes has all banks
+  constexpr int PITCH_SUMS = pitch_of(TILE);
   float* sums = reinterpret_cast<float*>(shared);
 #pragma unroll
   for (int n = 0; n < TILES; n++)
@@ -188,44 +177,17 @@ extern "C" __global__ void __launch_bounds__(32 * WIDE * DEEP)
           make_float2(sum[n][odd], sum[n][2 + odd]);
     }
   __syncthreads();
-  constexpr int WIDTH = GATED ? 16 : 8;  // sums of a vector that is written
-#pragma unroll 1
-  for (int i = threadIdx.x; i < rows * (TILE / WIDTH); i += THREADS) {
-    const int row = i / (TILE / WIDTH), of_tile = i % (TILE / WIDTH) * WIDTH, output = first + of_tile;
-    if (output >= height) continue;
-    float total[WIDTH] = {};
-#pragma unroll
-    for (int d = 0; d < DEEP; d++)
-#pragma unroll
-      for (int j = 0; j < WIDTH; j += 4) {
-        const float4 part = *reinterpret_cast<const float4*>(sums + (d * TILES * 8 + row) * PITCH_SUMS + of_tile + j);
-        total[j] += part.x;
-        total[j + 1] += part.y;
-        total[j + 2] += part.z;
-        total[j + 3] += part.w;
-      }
-    const int64_t at = int64_t(blockIdx.y) * rows + row;
+  const int64_t at = int64_t(blockIdx.y) * rows;
 #if HAS_LORA
-    if (is_lora) {
-      write(hidden + at * columns + output, total);
-      continue;
-    }
-#endif
-#if HAS_BIAS
-    if (blockIdx.y == 0)
-#pragma unroll
-      for (int j = 0; j < WIDTH; j++) total[j] += float(bias[output_of(output + j)]);
-#endif
-#if GATED
-    float products[8];
-#pragma unroll
-    for (int j = 0; j < 8; j++) {
-      const float gate = float(Y(total[2 * j]));
-      products[j] = gate / (1.0f + __expf(-gate)) * float(Y(total[2 * j + 1]));
-    }
-    write(y + at * (outputs / 2) + output / 2, products);
-#else
-    write(y + at * outputs + output, total);
-#endif
+  if (is_lora) {
+    write_sums<TILE, THREADS, DEEP, TILES * 8>(sums, rows, first, height, hidden + at * columns, columns);
+    return;
   }
+#endif
+  Y* const to = y + at * (GATED ? outputs / 2 : outputs);
+#if HAS_BIAS
+  write_outputs<TILE, THREADS, DEEP, TILES * 8>(sums, rows, first, outputs, to, blockIdx.y == 0 ? bias : nullptr);
+#else
+  write_outputs<TILE, THREADS, DEEP, TILES * 8>(sums, rows, first, outputs, to, nullptr);
+#endif
 }

@@ -15,24 +15,36 @@ from functools import cache
 import mlx.core as mx
 import mlx.nn as nn
 
-from parallm.model.kernels.cuda import architecture, has_kernels, kernel
+from parallm.model.kernels.compiler import Defines
+from parallm.model.kernels.cuda import architecture, has_kernels, is_capturing, kernel
 from parallm.model.kernels.segmented_lora import GroupWeights
+from parallm.model.kernels.warpgroup_gemm import (
+    MAX_SHARED_BYTES,
+    OUTPUTS_OF_GROUP,
+    PROCESSORS,
+    WarpgroupPlan,
+    num_waves,
+    parts_written,
+    plan_of_warpgroups,
+)
 
-MIN_ROWS, MAX_ROWS = 2, 32  # MLX has a kernel of its own for one row, and is a quarter faster from 40 rows on
+MIN_ROWS, MAX_ROWS = 2, 32  # MLX has a kernel of its own for one row
 MAX_ROWS_OF_SMALL = 128
 """The same for weights that take less time than their launch."""
 SMALL = 1 << 24  # values of weights that count as small
+MAX_CAPTURED_ROWS = 1024
+MAX_PRODUCTS = 1 << 31
+"""Captured rows by the square of the hidden size up to which a layer's products are taken: beyond, MLX's are faster by
+more than their launches. So all of a layer are, or none: 128 rows of an 8B shape, 512 of 3B."""
 MAX_VERSIONS = 16  # of which A is multiplied by, whether a row uses it or not
 MIN_INPUTS = 32  # that a warp multiplies at once: inputs are a multiple of it
-OUTPUTS_OF_WARP = 16
+OUTPUTS_OF_WARP, ROWS_OF_TILE = 16, 8
 MAX_WIDE, MAX_WARPS = 14, 16  # warps side by side, and in all
 SPLITS = (1, 2, 4)
 CHUNKS = (256, 128, 64)
 MAX_DEEP_OF_PARTS = 4  # warps that share a sum of a part: each has little to do beside adding them up
 MIN_STAGES, MAX_STAGES = 3, 8
 MIN_STAGES_OF_NARROW = 2  # of blocks a warp wide, which need long chunks for all their warps
-MAX_SHARED_BYTES = 225_000  # of the 227 KB that a block may have
-PROCESSORS = 132  # of an H200, each with one block at a time
 WEIGHT_OF_ROWS = 0.5  # of a value of the input beside one of the weights: it comes from the cache
 
 
@@ -46,8 +58,10 @@ class ShrunkRows:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GemmPlan:
-    """The shares of the blocks in a product."""
+class WarpPlan:
+    """The shares of the blocks in a product of few rows."""
+
+    kernel = "small_batch_gemm"
 
     tiles: int
     """Tiles of 8 rows: 1, or a power of two."""
@@ -62,6 +76,11 @@ class GemmPlan:
     """Parts of the input."""
 
     @property
+    def rows(self) -> int:
+        """Rows of a block."""
+        return ROWS_OF_TILE * self.tiles
+
+    @property
     def outputs(self) -> int:
         """Outputs of a block."""
         return OUTPUTS_OF_WARP * self.wide
@@ -70,26 +89,43 @@ class GemmPlan:
     def threads(self) -> int:
         return 32 * self.wide * self.deep
 
-    @property
-    def shared_bytes(self) -> int:
-        sums = self.deep * self.tiles * 8 * (self.outputs + 4) * 4
+    def shared_bytes(self, *, adds: bool) -> int:
+        sums = self.deep * self.rows * (self.outputs + 4) * 4
         return max(self.stages * _stage_bytes(self.tiles, self.wide, self.chunk), sums)
+
+    @property
+    def defines(self) -> Defines:
+        names = ("TILES", "WIDE", "DEEP", "CHUNK", "STAGES")
+        return tuple(zip(names, (self.tiles, self.wide, self.deep, self.chunk, self.stages), strict=True))
+
+
+GemmPlan = WarpPlan | WarpgroupPlan
 
 
 def fits(x_BTI: mx.array, linear: nn.Module) -> bool:
-    """Whether `small_batch_gemm` can compute `linear` of this input on this device. Other GPUs than
-    Hopper have not been measured."""
+    """Whether `small_batch_gemm` is to compute `linear` of this input on this device; of more rows where a step is
+    captured. Other GPUs than Hopper have not been measured."""
     if not has_kernels() or type(linear) is not nn.Linear or architecture() != "sm_90":
         return False
     weight_OI = linear.weight
     rows, (outputs, inputs) = x_BTI.shape[0] * x_BTI.shape[1], weight_OI.shape
     return (
-        MIN_ROWS <= rows <= (MAX_ROWS_OF_SMALL if weight_OI.size < SMALL else MAX_ROWS)
+        rows >= MIN_ROWS
+        and (_pays(rows, weight_OI) or (is_capturing() and _may_be_captured(rows, weight_OI)))
         and x_BTI.dtype == weight_OI.dtype
         and x_BTI.dtype in (mx.bfloat16, mx.float16)
         and inputs % MIN_INPUTS == 0
         and outputs % 8 == 0
     )
+
+
+def _pays(rows: int, weight_OI: mx.array) -> bool:
+    return rows <= (MAX_ROWS_OF_SMALL if weight_OI.size < SMALL else MAX_ROWS)
+
+
+def _may_be_captured(rows: int, weight_OI: mx.array) -> bool:
+    """Whether a captured step is faster than one of MLX's products, which cannot be captured."""
+    return rows <= MAX_CAPTURED_ROWS and rows * min(weight_OI.shape) ** 2 <= MAX_PRODUCTS
 
 
 def can_add(x_BTI: mx.array, linear: nn.Module, weights: GroupWeights) -> bool:
@@ -98,7 +134,7 @@ def can_add(x_BTI: mx.array, linear: nn.Module, weights: GroupWeights) -> bool:
         return False
     outputs, inputs = linear.weight.shape
     chosen = plan(x_BTI.shape[0] * x_BTI.shape[1], inputs, outputs, 0, is_whole=True)
-    return sum(weights.layout.ranks) <= chosen.chunk
+    return sum(weights.layout.ranks) <= chosen.chunk  # where B comes after the last values
 
 
 def small_batch_gemm(
@@ -158,15 +194,11 @@ def _multiply(
         ("WIDTHS", ", ".join(map(str, layout.widths)) if added and layout else ""),
         ("RANKS", ", ".join(map(str, layout.ranks)) if added and layout else ""),
         ("TARGETS", len(layout.ranks) if added and layout else 0),
-        ("TILES", chosen.tiles),
-        ("WIDE", chosen.wide),
-        ("DEEP", chosen.deep),
-        ("CHUNK", chosen.chunk),
-        ("STAGES", chosen.stages),
+        *chosen.defines,
     )
-    blocks = -(-outputs // chosen.outputs) + -(-columns // chosen.outputs)
+    blocks = (-(-outputs // chosen.outputs) + -(-columns // chosen.outputs)) * -(-rows * tokens // chosen.rows)
     shape = (chosen.splits, rows, tokens)
-    y_SBTO, *hidden = kernel("small_batch_gemm", defines, shared_memory=chosen.shared_bytes)(
+    y_SBTO, *hidden = kernel(chosen.kernel, defines, shared_memory=chosen.shared_bytes(adds=added is not None))(
         arrays,
         [*sizes, False],
         grid=(blocks * chosen.threads, chosen.splits, 1),
@@ -180,8 +212,10 @@ def _multiply(
 @cache
 def plan(rows: int, inputs: int, outputs: int, columns: int, *, is_whole: bool) -> GemmPlan:
     """The plan that is expected to take the least time: all processors read as much, all at once."""
+    if _takes_warpgroups(rows, outputs, is_whole=is_whole):
+        return plan_of_warpgroups(rows, inputs, outputs, columns, is_whole=is_whole)
     tiles = 1
-    while tiles * 8 < rows:
+    while tiles * ROWS_OF_TILE < rows:
         tiles *= 2
     plans = [
         candidate
@@ -192,7 +226,15 @@ def plan(rows: int, inputs: int, outputs: int, columns: int, *, is_whole: bool) 
     return min(plans, key=lambda candidate: _values_read(candidate, rows, inputs, outputs, columns))
 
 
-def _plan(tiles: int, wide: int, splits: int, inputs: int) -> GemmPlan | None:
+def _takes_warpgroups(rows: int, outputs: int, *, is_whole: bool) -> bool:
+    """Whether warpgroups were faster on an H200. Their tiles are large: few rows need many outputs, or parts, to give
+    all processors one."""
+    if is_whole:
+        return rows > 32 or (rows > 16 and outputs >= OUTPUTS_OF_GROUP * PROCESSORS)
+    return rows > 8
+
+
+def _plan(tiles: int, wide: int, splits: int, inputs: int) -> WarpPlan | None:
     for chunk in CHUNKS:
         stages = min(MAX_SHARED_BYTES // _stage_bytes(tiles, wide, chunk), MAX_STAGES)
         if stages < (MIN_STAGES if wide > 1 else MIN_STAGES_OF_NARROW) or -(-inputs // chunk) < splits:
@@ -201,18 +243,16 @@ def _plan(tiles: int, wide: int, splits: int, inputs: int) -> GemmPlan | None:
         max_deep = chunk // MIN_INPUTS if splits == 1 else MAX_DEEP_OF_PARTS
         while wide * deep * 2 <= MAX_WARPS and deep * 2 <= max_deep:
             deep *= 2
-        return GemmPlan(tiles=tiles, wide=wide, deep=deep, chunk=chunk, stages=stages, splits=splits)
+        return WarpPlan(tiles=tiles, wide=wide, deep=deep, chunk=chunk, stages=stages, splits=splits)
     return None
 
 
-def _values_read(plan: GemmPlan, rows: int, inputs: int, outputs: int, columns: int) -> float:
-    """Values that the busiest processor reads, and its share of writing parts of sums, which are float32."""
-    blocks = (-(-outputs // plan.outputs) + -(-columns // plan.outputs)) * plan.splits
+def _values_read(plan: WarpPlan, rows: int, inputs: int, outputs: int, columns: int) -> float:
+    """Values that the busiest processor reads, and its share of writing parts of sums."""
     length = -(-inputs // plan.chunk // plan.splits) * plan.chunk
-    of_block = (plan.outputs + WEIGHT_OF_ROWS * plan.tiles * 8) * length
-    parts = 0 if plan.splits == 1 else plan.splits * rows * outputs * 4 / PROCESSORS
-    return -(-blocks // PROCESSORS) * of_block + parts
+    of_block = (plan.outputs + WEIGHT_OF_ROWS * plan.rows) * length
+    return num_waves(plan, rows, outputs, columns) * of_block + parts_written(plan.splits, rows, outputs)
 
 
 def _stage_bytes(tiles: int, wide: int, chunk: int) -> int:
-    return OUTPUTS_OF_WARP * wide * (2 * chunk + 32) + tiles * 8 * (2 * chunk + 64)
+    return OUTPUTS_OF_WARP * wide * (2 * chunk + 32) + tiles * ROWS_OF_TILE * (2 * chunk + 64)

@@ -21,10 +21,10 @@ __device__ __forceinline__ void hold(float (&sums)[N]) {
 #pragma unroll
   for (int i = 0; i < N; i++) asm volatile("" : "+f"(sums[i])::"memory");
 }
-template <int K>
-__device__ __forceinline__ void hold(unsigned (&values)[K][4]) {
+template <int COUNT>
+__device__ __forceinline__ void hold(unsigned (&values)[COUNT][4]) {
 #pragma unroll
-  for (int i = 0; i < 4 * K; i++) asm volatile("" : "+r"(values[i / 4][i % 4])::"memory");
+  for (int i = 0; i < 4 * COUNT; i++) asm volatile("" : "+r"(values[i / 4][i % 4])::"memory");
 }
 // Lets products see what this thread has written to shared memory, copies that have arrived included.
 __device__ __forceinline__ void show_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

@@ -296,6 +296,40 @@ def captured(request: Request) -> Iterator[Figures]:
         yield {figure: ratio(*ways) if found else None}
 
 
+MORE_ROWS = {256: 128, 512: 256, 1024: 512}
+"""Numbers of rows, and those that they are compared with."""
+
+
+@measurement(
+    {
+        **{f"engine.gpu.more_rows.b{rows}": Bar(min=1) for rows in MORE_ROWS},
+        "engine.gpu.control_more_rows.b256": Bar(max=1),
+    },
+    minutes=1.5,
+    needs="gpu",
+    is_quick_anywhere=True,
+)
+def more_rows(request: Request) -> Iterator[Figures]:
+    """Tokens/s of rows that decode 256 tokens at once, over those of half as many, 0.5B. Control: steps of more than
+    128 rows are not captured."""
+    for name, most_captured, rows_of_figures in (("more_rows", 1024, MORE_ROWS), ("control_more_rows", 128, (256,))):
+        figures = {f"engine.gpu.{name}.b{rows}": rows for rows in rows_of_figures}
+        wanted = {figure: rows for figure, rows in figures.items() if request.wants(figure)}
+        if not wanted:
+            continue
+        counts = sorted({count for rows in wanted.values() for count in (rows, MORE_ROWS[rows])})
+        job: dict[str, Any] = {"shape": "0.5b", "rows": counts, "new": 256, "rounds": 5}
+        if request.is_quick:
+            job = {"shape": "tiny", "rows": [8, 16, 32, 64], "new": 4, "rounds": 1}
+        options = {"most_captured": most_captured, **job}
+        found = list(work_in_parts("row_speed", is_peer=False, limit=GPU_LIMIT, **options))
+        speeds = {rows: [one["speed"] for one in found if one["rows"] == rows] for rows in job["rows"]}
+        print_table("Tokens/s by rows", [("rows", "tokens/s"), *((rows, median(one)) for rows, one in speeds.items())])
+        for figure, rows in wanted.items():
+            pair = (16, 8) if request.is_quick else (rows, MORE_ROWS[rows])
+            yield {figure: ratio(*(speeds[one] for one in pair))}
+
+
 @measurement(
     {
         "engine.speculation.problems.greedy.ngram.rows1": Bar(),

@@ -56,8 +56,8 @@ class Job:
     steps: int
     warm_up: int = 2
     """Steps that do not count; one at least, as a step is timed from the end of the one before."""
-    most_rows: int = 128
-    """Rows that decode together on one device."""
+    most_rows: int | None = None
+    """engine.max_rows; None: its default."""
     ahead: int = 0
     """trainer.max_off_policy_steps."""
 
@@ -65,7 +65,8 @@ class Job:
         return [
             *("environment=custom", f"environment.target=bench.problems:{problems}", "rollout.group_size=8"),
             *(f"rollout.problems_per_step={rows // 8}", f"rollout.max_tokens={self.tokens}", "checkpoint.every=1000"),
-            *(f"engine.max_rows={self.most_rows}", f"trainer.max_off_policy_steps={self.ahead}", *QUIET),
+            *([] if self.most_rows is None else [f"engine.max_rows={self.most_rows}"]),
+            *(f"trainer.max_off_policy_steps={self.ahead}", *QUIET),
             f"trainer.steps={self.warm_up + self.steps + self.ahead}",
         ]
 
@@ -93,12 +94,11 @@ def scaling(request: Request) -> Iterator[Figures]:
     slowest of them after sampling and after the update: what stragglers alone cost, as far as this host is as noisy a
     minute later. Weak predicted: what `simulate_steps.py` expects by the steps of one worker."""
     weak = Job(shape="0.5b", rows=128, tokens=256, steps=15)
-    strong = Job(shape="0.5b", rows=512, tokens=512, steps=2, warm_up=1)
     large = Job(shape="8b", rows=128, tokens=256, steps=3, warm_up=1)
     if request.is_quick:
         tiny = {"shape": "tiny", "steps": 2, "warm_up": 1}
         weak, large = Job(rows=16, tokens=16, **tiny), Job(rows=16, tokens=16, **tiny)
-        strong = Job(rows=32, tokens=16, **tiny)
+    strong = strong_job(request)
     jobs = {"weak": weak, "8b.weak": large, "ahead": replace(weak, ahead=1), "strong": strong}
     sizes = [size for size in SIZES if size <= (num_gpus() or 2)]
 
@@ -126,6 +126,26 @@ def scaling(request: Request) -> Iterator[Figures]:
             part = median(row["exchange/sum_seconds"] / row[WHOLE] for row in found)
             figures[f"workers.{name.removesuffix('weak')}exchange_fraction"] = part
         yield figures
+
+
+def strong_job(request: Request) -> Job:
+    if request.is_quick:
+        return Job(shape="tiny", rows=32, tokens=16, steps=2, warm_up=1)
+    return Job(shape="0.5b", rows=512, tokens=512, steps=3, warm_up=2)
+
+
+@measurement({f"workers.strong_share_{size}": Bar() for size in (2, 4)}, minutes=2, needs="gpu", is_quick_anywhere=True)
+def shares(request: Request) -> Iterator[Figures]:
+    """Seconds of a step of a lone worker with all rows of strong scaling, over as many times those of one with its
+    share: what strong scaling would be if nothing were lost between workers. Fewer rows leave more of a GPU idle."""
+    job = strong_job(request)
+    whole = run(job, workers=1, rows=job.rows)
+    show(f"{job.rows} rows", whole)
+    for size in (2, 4):
+        if request.wants(f"workers.strong_share_{size}"):
+            share = run(job, workers=1, rows=job.rows // size)
+            show(f"{job.rows // size} rows", share)
+            yield {f"workers.strong_share_{size}": speedup(whole, share) / size}
 
 
 def figures_of(name: str, size: int) -> list[str]:

@@ -547,6 +547,10 @@ FACES: dict[str, Face] = {
     "multiply many rows with one version": lambda dtype: multiply(
         dtype, versions=1, widths=[4864, 4864], bias=False, rows=128
     ),
+    "multiply many rows, biased": lambda dtype: multiply(
+        dtype, versions=1, widths=[896, 128, 128], bias=True, rows=300
+    ),
+    "multiply many rows with versions": lambda dtype: multiply(dtype, versions=3, widths=[4096], bias=False, rows=300),
     "multiply with versions": lambda dtype: multiply(dtype, versions=3, widths=[64, 64], bias=False),
     "multiply with a version, alone": lambda dtype: multiply(dtype, versions=1, widths=[4096], bias=False, rows=33),
     "multiply with many versions": lambda dtype: multiply(dtype, versions=17, widths=[64], bias=False),
@@ -631,14 +635,17 @@ def test_these_are_all_kernels(launches: list[Launch]) -> None:
 
 def test_one_code_always_asks_for_the_same_shared_memory(launches: list[Launch]) -> None:
     """MLX allows a kernel its memory when it is launched for the first time."""
-    for rows in (2, 9, 30, 33, 64):
+    for rows in (2, 9, 30, 33, 64, 128, 500):
         for versions in (0, 1, 17):
             for widths in ([64], [896, 128, 128], [4096]):
                 multiply(mx.bfloat16, versions=versions, widths=widths, bias=False, rows=rows)
     sizes: dict[tuple[str, Defines], set[int]] = {}
     for launch in launches:
         sizes.setdefault((launch.name, launch.defines), set()).add(launch.shared_memory)
-    assert {name for name, _ in sizes} == {"small_batch_gemm", "expand", "shrink", "pack_matrices"}
+    assert {name for name, _ in sizes} == {
+        *("small_batch_gemm", "warpgroup_gemm"),
+        *("expand", "shrink", "pack_matrices"),
+    }
     assert max(map(len, sizes.values())) == 1
 
 

@@ -8,26 +8,29 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from parallm.model.kernels import segmented_lora
+from parallm.model.kernels import segmented_lora, warpgroup_gemm
 from parallm.model.kernels import small_batch_gemm as module
-from parallm.model.kernels.cuda import architecture, on_cuda
+from parallm.model.kernels.cuda import architecture, captured_launches, on_cuda
 from parallm.model.kernels.segmented_lora import GroupOutput, ShrinkOutput
 from parallm.model.kernels.small_batch_gemm import (
+    MAX_CAPTURED_ROWS,
+    MAX_PRODUCTS,
+    MAX_ROWS,
     MAX_ROWS_OF_SMALL,
-    MAX_SHARED_BYTES,
     MAX_VERSIONS,
     MAX_WARPS,
     MIN_STAGES,
     MIN_STAGES_OF_NARROW,
-    PROCESSORS,
     GemmPlan,
     ShrunkRows,
+    WarpPlan,
     can_add,
     fits,
     plan,
     small_batch_gemm,
 )
 from parallm.model.kernels.swiglu import swiglu_of_halves
+from parallm.model.kernels.warpgroup_gemm import MAX_SHARED_BYTES, PROCESSORS, WarpgroupPlan
 from parallm.model.lora.segmented import add_products, order_rows
 from tests.model.kernels.cuda_on_cpu import CpuKernels, needs_compiler
 from tests.model.lora.test_segmented import Versions, expected, random_versions, split
@@ -37,7 +40,7 @@ SHAPES = {(4096, 6144): 48, (4096, 28672): 32, (14336, 4096): 16, (896, 1152): 4
 """Inputs and outputs, and ranks of a version."""
 
 
-@pytest.mark.parametrize("rows", [2, 8, 9, 32, 64])
+@pytest.mark.parametrize("rows", [2, 8, 9, 32, 33, 64, 100, 128, 129, 512, 1024])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("versions", [0, 1, 16])
 @pytest.mark.parametrize("is_whole", [False, True])
@@ -45,13 +48,23 @@ def test_a_plan_keeps_to_what_a_block_may_have(
     rows: int, shape: tuple[int, int], versions: int, is_whole: bool
 ) -> None:
     chosen = plan(rows, *shape, SHAPES[shape] * versions, is_whole=is_whole)
-    assert chosen.shared_bytes <= MAX_SHARED_BYTES
+    assert chosen.shared_bytes(adds=True) <= MAX_SHARED_BYTES
     assert chosen.threads <= 32 * MAX_WARPS
-    assert chosen.tiles * 8 >= rows
+    assert chosen.splits == 1 or not is_whole
+    if isinstance(chosen, WarpgroupPlan):
+        assert rows > 32 or not is_whole or shape[1] > 64 * PROCESSORS
+        assert chosen.stages >= warpgroup_gemm.MIN_STAGES
+        assert chosen.splits <= -(-shape[0] // chosen.chunk)
+        return
+    assert chosen.rows >= rows
     assert chosen.stages >= (MIN_STAGES if chosen.wide > 1 else MIN_STAGES_OF_NARROW)
     assert chosen.threads % (chosen.chunk // 8) == 0
     assert chosen.deep * 32 <= chosen.chunk
-    assert chosen.splits == 1 or not is_whole
+
+
+def test_many_numbers_of_rows_have_few_plans() -> None:
+    for shape in SHAPES:
+        assert len({plan(rows, *shape, 0, is_whole=True) for rows in range(33, MAX_CAPTURED_ROWS + 1)}) <= 5
 
 
 @pytest.mark.parametrize("versions", [0, 1, 8])
@@ -86,6 +99,12 @@ def random_linear(inputs: int, outputs: int, *, bias: bool, dtype: mx.Dtype) -> 
         (32, 1, 14336, [4096], [16], 0, False),
         (3, 9, 928, [40, 48], [8, 16], 2, False),
         (32, 1, 4096, [4096], [16], MAX_VERSIONS + 1, False),
+        (128, 1, 896, [896, 128, 128], [16, 16, 16], 1, True),
+        (128, 1, 4864, [896], [16], 3, False),
+        (200, 1, 896, [4864, 4864], [16, 16], 0, False),
+        (256, 1, 1536, [1536, 256, 256], [16, 16, 16], 2, True),
+        (500, 1, 4864, [896], [16], 1, False),
+        (1000, 1, 896, [896, 128, 128], [16, 16, 16], 0, True),
     ],
 )
 def test_the_kernel_agrees_with_the_operations(
@@ -104,7 +123,8 @@ def test_the_kernel_agrees_with_the_operations(
     linear = random_linear(inputs, sum(widths), bias=bias, dtype=dtype)
     made = random_versions(inputs, widths, ranks, versions, dtype) if versions else None
     index = [(row * 7) % (versions + 1) - 1 if versions > 1 else 0 for row in range(rows)]
-    assert fits(x, linear)
+    with captured_launches():
+        assert fits(x, linear)
 
     y_SBTO, hidden = small_batch_gemm(x, linear, made.weights if made else None, is_whole=len(widths) > 1)
 
@@ -137,17 +157,42 @@ def gated(x: mx.array, linear: nn.Linear) -> mx.array:
     return nn.silu(gate) * up
 
 
-@pytest.fixture(params=[False, True], ids=["", "early"])
-def kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, request: pytest.FixtureRequest) -> CpuKernels:
-    """Runs plans of several chunks, more than are under way at once, and of several warps in both directions."""
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A plan of several chunks, more than are under way at once, and of several warps in both directions."""
+
+    plan: GemmPlan
+    begins_early: bool
+    has_bias: bool
+    has_mutants: bool = False
+
+    @property
+    def rows(self) -> int:
+        """More than a block has, where there may be several."""
+        return 13 if isinstance(self.plan, WarpPlan) else self.plan.rows + 13
+
+
+CASES = {
+    "few rows": Case(WarpPlan(tiles=2, wide=3, deep=2, chunk=64, stages=3, splits=1), False, True, True),
+    "few rows, early": Case(WarpPlan(tiles=2, wide=3, deep=2, chunk=64, stages=3, splits=1), True, False),
+    "a warpgroup": Case(WarpgroupPlan(rows=64, wide=1, stages=4, splits=1), False, False),
+    "three warpgroups": Case(WarpgroupPlan(rows=64, wide=3, stages=4, splits=1), True, True, True),
+    "many rows": Case(WarpgroupPlan(rows=128, wide=1, stages=3, splits=1), False, True),
+}
+
+
+@pytest.fixture(params=CASES)
+def case(request: pytest.FixtureRequest) -> Case:
+    return CASES[request.param]
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, case: Case) -> CpuKernels:
+    """Runs all products by the plan of the case."""
     made = CpuKernels(tmp_path)
-    made.begins_early = request.param
+    made.begins_early = case.begins_early
     monkeypatch.setattr(module, "kernel", made)
-
-    def small_plan(rows: int, *_: int, **__: bool) -> GemmPlan:
-        return GemmPlan(tiles=1 if rows <= 8 else 2, wide=3, deep=2, chunk=64, stages=3, splits=1)
-
-    monkeypatch.setattr(module, "plan", small_plan)
+    monkeypatch.setattr(module, "plan", lambda *_, **__: case.plan)
     return made
 
 
@@ -156,14 +201,13 @@ INPUTS = 352
 
 
 @needs_compiler
-@pytest.mark.parametrize(("rows", "bias"), [(3, False), (13, True)])
-def test_threads_gate_their_outputs(rows: int, bias: bool, kernels: CpuKernels) -> None:
-    linear = random_linear(INPUTS, 2 * 72, bias=bias, dtype=mx.float16)
-    x = mx.random.normal((rows, 1, INPUTS), key=mx.random.key(1)).astype(mx.float16)
+def test_threads_gate_their_outputs(case: Case, kernels: CpuKernels) -> None:
+    linear = random_linear(INPUTS, 2 * 72, bias=case.has_bias, dtype=mx.float16)
+    x = mx.random.normal((case.rows, 1, INPUTS), key=mx.random.key(1)).astype(mx.float16)
     y_SBTO, hidden = small_batch_gemm(x, linear, None, is_whole=True, is_gated=True)
     assert hidden is None
     assert_near(y_SBTO[0].astype(mx.float32), gated(x, linear), 2e-3)
-    kernels.mutation = "small_batch_gemm", "row % 2 * (outputs / 2)", "row % 2"
+    kernels.mutation = case.plan.kernel, "row % 2 * (outputs / 2)", "row % 2"
     wrong, _ = small_batch_gemm(x, linear, None, is_whole=True, is_gated=True)
     assert mx.abs(wrong[0].astype(mx.float32) - gated(x, linear)).max().item() > 0.1
 
@@ -210,36 +254,55 @@ def random_plus(rows: int, inputs: int, widths: list[int], ranks: list[int], *, 
     )
 
 
-PLUS_MUTANTS = {
-    "the next target's ranks": ("r -= rank;", ""),
-    "the next target's outputs": ("output -= own_width;", ""),
-    "B of the first target": ("start = starts_of[s]", "start = starts_of[0]"),
-    "another target's ranks count": ("r >= 0 && r < rank", "r >= 0 && r < K"),
-    "rows of other rows": ("int64_t(row) * K + k", "k"),
-    "some of the ranks": ("units = COLUMNS / 32", "units = 1"),
-    "the first chunk again": ("i = chunk * CHUNK + column * 8", "i = column * 8"),
-    "the first chunk alone": ("chunk < end && i < width", "chunk < 1 && i < width"),
-    "the first warp's part of sums": ("d < DEEP", "d < 1"),
+MUTANTS = {
+    "small_batch_gemm": {
+        "the next target's ranks": ("r -= rank;", ""),
+        "the next target's outputs": ("output -= own_width;", ""),
+        "B of the first target": ("start = starts_of[s]", "start = starts_of[0]"),
+        "another target's ranks count": ("r >= 0 && r < rank", "r >= 0 && r < K"),
+        "rows of other rows": ("int64_t(row) * K + k", "k"),
+        "some of the ranks": ("units = COLUMNS / 32", "units = 1"),
+        "the first chunk again": ("i = chunk * CHUNK + column * 8", "i = column * 8"),
+        "the first chunk alone": ("chunk < end && i < width", "chunk < 1 && i < width"),
+        "the first warp's part of sums": ("d < PARTS", "d < 1"),
+    },
+    "warpgroup_gemm": {
+        "the next target's ranks": ("r -= rank;", ""),
+        "the next target's outputs": ("output -= own_width;", ""),
+        "B of the first target": ("target = s", "target = 0"),
+        "another target's ranks count": ("r >= 0 && r < rank", "r >= 0 && r < K"),
+        "the first block's ranks": ("int64_t(above + row) * K", "int64_t(row) * K"),
+        "some of the ranks": ("k < DEEP", "k < 1"),
+        "the first chunk again": ("at = chunk * CHUNK;", "at = 0;"),
+        "the first chunk alone": ("chunk < end", "chunk < 1"),
+        "the first block's rows": ("x + int64_t(above + line)", "x + int64_t(line)"),
+        "the first block's place": ("all_rows + above", "all_rows"),
+        "all rows are in one block": ("blockIdx.x % row_blocks", "0"),
+        "copies are not shown": ("show_copies();", ""),
+        "products are not waited for": ("wait_products<0>();", ""),
+        "outputs lie as they come": ("place / 16 * 16 + place % 8 * 2 + place % 16 / 8", "place"),
+    },
 }
+"""By kernel, whatever its plan is."""
+HALVES = {"small_batch_gemm": "SIDE", "warpgroup_gemm": "HALF"}
 
 
 @needs_compiler
-@pytest.mark.parametrize(("rows", "bias"), [(3, False), (13, True)])
-def test_threads_add_what_comes_after_a(rows: int, bias: bool, kernels: CpuKernels) -> None:
-    three = random_plus(rows, INPUTS, [40, 16, 24], [16, 8, 24], bias=bias, dtype=mx.float16)
+def test_threads_add_what_comes_after_a(case: Case, kernels: CpuKernels) -> None:
+    three = random_plus(case.rows, INPUTS, [40, 16, 24], [16, 8, 24], bias=case.has_bias, dtype=mx.float16)
     assert three.furthest() < 2e-3
-    pair = random_plus(rows, INPUTS, [72, 72], [16, 24], bias=bias, dtype=mx.float16)
+    pair = random_plus(case.rows, INPUTS, [72, 72], [16, 24], bias=case.has_bias, dtype=mx.float16)
     assert pair.furthest(is_gated=True) < 2e-3
-    for mutant in PLUS_MUTANTS.values() if bias else ():
-        kernels.mutation = ("small_batch_gemm", *mutant)
+    for mutant in MUTANTS[case.plan.kernel].values() if case.has_mutants else ():
+        kernels.mutation = (case.plan.kernel, *mutant)
         assert three.furthest() > 0.05, mutant
-    kernels.mutation = "small_batch_gemm", "of_tile / SIDE * (outputs / 2)", "0"
+    kernels.mutation = case.plan.kernel, f"of_tile / {HALVES[case.plan.kernel]} * (outputs / 2)", "0"
     assert pair.furthest(is_gated=True) > 0.05
 
 
 @needs_compiler
-def test_threads_multiply_by_a_of_all_versions(kernels: CpuKernels) -> None:
-    linear, x = random_linear(INPUTS, 72, bias=True, dtype=mx.float16), mx.random.normal((13, 1, INPUTS))
+def test_threads_multiply_by_a_of_all_versions(case: Case, kernels: CpuKernels) -> None:
+    linear, x = random_linear(INPUTS, 72, bias=True, dtype=mx.float16), mx.random.normal((case.rows, 1, INPUTS))
     versions = random_versions(INPUTS, [40, 32], [16, 8], 3, mx.float16)
 
     def furthest() -> float:
@@ -251,13 +314,13 @@ def test_threads_multiply_by_a_of_all_versions(kernels: CpuKernels) -> None:
         return max((mx.abs(one - other).max() / mx.abs(other).max()).item() for one, other in pairs)
 
     assert furthest() < 2e-3
-    kernels.mutation = "small_batch_gemm", "row / K * jump", "0"
+    kernels.mutation = case.plan.kernel, "row / K * jump", "0"
     assert furthest() > 0.05
 
 
 @needs_hopper
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
-@pytest.mark.parametrize("rows", [2, 31, 64, 128])
+@pytest.mark.parametrize("rows", [2, 31, 64, 100, 128, 200, 500])
 @pytest.mark.parametrize(
     ("inputs", "widths", "ranks"),
     [(896, [896, 128, 128], [16] * 3), (896, [4864] * 2, [16] * 2), (1536, [64, 32], [8, 48])],
@@ -266,15 +329,14 @@ def test_a_gpu_adds_what_comes_after_a(
     inputs: int, widths: list[int], ranks: list[int], rows: int, dtype: mx.Dtype
 ) -> None:
     plus = random_plus(rows, inputs, widths, ranks, bias=True, dtype=dtype)
-    assert can_add(plus.x, plus.linear, plus.versions.weights)
+    with captured_launches():
+        assert can_add(plus.x, plus.linear, plus.versions.weights)
     assert plus.furthest() < 2e-2
     if len(widths) == 2 and widths[0] == widths[1]:
         assert plus.furthest(is_gated=True) < 2e-2
 
 
-def test_ranks_fit_in_what_is_fetched_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "has_kernels", lambda: True)
-    monkeypatch.setattr(module, "architecture", lambda: "sm_90")
+def test_ranks_fit_in_what_is_fetched_at_once(on_hopper: None) -> None:
     for ranks, versions, fits_in in (([64, 64], 1, True), ([256, 256], 1, False), ([8, 8], 2, False)):
         made = random_versions(896, [64, 64], ranks, versions, mx.bfloat16)
         plus = random_plus(4, 896, [64, 64], [8, 8], bias=False, dtype=mx.bfloat16)
@@ -325,7 +387,7 @@ def test_prompts_agree_with_the_operations(
 
 @needs_hopper
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
-@pytest.mark.parametrize("rows", [2, 12, 32, 64])
+@pytest.mark.parametrize("rows", [2, 12, 32, 64, 300])
 def test_the_gated_product_has_the_bits_of_both_kernels(rows: int, dtype: mx.Dtype) -> None:
     linear = random_linear(4096, 2 * 1408, bias=False, dtype=dtype)
     x = mx.random.normal((rows, 1, 4096)).astype(dtype)
@@ -344,11 +406,38 @@ def test_a_row_gets_the_same_numbers_whatever_rows_are_beside_it() -> None:
         assert mx.array_equal(few, alike[:, :rows]).item()
 
 
-@needs_hopper
-def test_other_products_are_left_to_mlx() -> None:
+@pytest.fixture
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "has_kernels", lambda: True)
+    monkeypatch.setattr(module, "architecture", lambda: "sm_90")
+
+
+def test_other_products_are_left_to_mlx(on_hopper: None) -> None:
     linear, x = random_linear(64, 64, bias=False, dtype=mx.bfloat16), mx.zeros((4, 1, 64), mx.bfloat16)
     assert fits(x, linear)
     assert not fits(x[:1], linear)
     assert not fits(mx.zeros((MAX_ROWS_OF_SMALL + 1, 1, 64), mx.bfloat16), linear)
     assert not fits(x.astype(mx.float32), random_linear(64, 64, bias=False, dtype=mx.float32))
     assert not fits(x, nn.QuantizedLinear.from_linear(linear, group_size=32, bits=4))
+
+
+@pytest.mark.parametrize("hidden", [64, 2048, 4096])
+def test_all_products_of_a_layer_are_captured_or_none(hidden: int, on_hopper: None) -> None:
+    layer = [
+        random_linear(inputs, outputs, bias=False, dtype=mx.bfloat16)
+        for inputs, outputs in (
+            (hidden, hidden + 512),
+            (hidden, hidden),
+            (hidden, 7 * hidden),
+            (7 * hidden // 2, hidden),
+        )
+    ]
+    most = min(MAX_CAPTURED_ROWS, MAX_PRODUCTS // hidden**2)
+
+    def taken(rows: int) -> list[bool]:
+        return [fits(mx.zeros((rows, 1, linear.weight.shape[1]), mx.bfloat16), linear) for linear in layer]
+
+    with captured_launches():
+        assert all(taken(MAX_ROWS) + taken(most))
+        assert not any(taken(most + 1))
+    assert not all(taken(MAX_ROWS_OF_SMALL + 1))

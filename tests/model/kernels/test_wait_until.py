@@ -7,8 +7,8 @@ import pytest
 
 from parallm.model.kernels import wait_until as module
 from parallm.model.kernels.cuda import MAX_SHARED_KIBIBYTES
-from parallm.model.kernels.small_batch_gemm import MAX_SHARED_BYTES
 from parallm.model.kernels.wait_until import SHARED_BYTES, wait_until
+from parallm.model.kernels.warpgroup_gemm import MAX_SHARED_BYTES
 from tests.model.kernels.cuda_on_cpu import CpuKernels, NeverEnds, needs_compiler
 
 
