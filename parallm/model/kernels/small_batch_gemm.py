@@ -1,9 +1,12 @@
-"""Products of few rows with a linear layer's weights, as one CUDA kernel that multiplies by all A of LoRA as well.
+"""Products of a step's rows with a linear layer's weights, as one CUDA kernel that multiplies by all A of LoRA as well:
+by warps where rows are few, else by warpgroups (`warpgroup_gemm.py`).
 
-A product of a step's rows takes as long as its weights take to be read, by MLX's kernels as by this one. On an H200
-MLX's cost the host 14 microseconds, though, and ours 8; a sum that several blocks share is added up by a kernel of its
-own there, and here by its reader (`segmented_lora.expand`); and A is a few more rows of the weights in place of another
-kernel. Where A was multiplied by before (`add_norm.py`), B is a few more columns of the weights.
+A product of few rows takes as long as its weights take to be read, by MLX's kernels as by ours. On an H200 MLX's cost
+the host 14 microseconds, though, and ours 8; a sum that several blocks share is added up by a kernel of its own there,
+and here by its reader (`segmented_lora.expand`); and A is a few more rows of the weights in place of another kernel.
+Where A was multiplied by before (`add_norm.py`), B is a few more columns of the weights. Products of many rows take up
+to twice as long as MLX's, but can be captured (`cuda_graph.py`): a step of 256 rows of a 0.5B shape takes 1.7
+milliseconds in place of 4.2.
 
 Axes: B rows, T tokens, I input, O output, S parts of the input whose sums are still to be added, V versions, K ranks of
 a group's targets side by side.
