@@ -46,8 +46,9 @@ Function = Callable[[mx.array, mx.array, mx.array, Arrays, Arrays], tuple[mx.arr
 
 
 def row_bucket(num_rows: int) -> int:
-    """The number of rows that are computed for `num_rows`: at most a third more from 12 on. A single row is computed
-    alone, by a kernel for vectors that costs the host a quarter of a matrix product, unless its step is captured."""
+    """The number of rows that are computed for `num_rows`: at most half as many more from 17 on. A single row is
+    computed alone, by a kernel for vectors that costs the host a quarter of a matrix product, unless its step is
+    captured."""
     if num_rows <= 1:
         return num_rows
     step = next((step for most, step in ((8, 4), (32, 8), (64, 16), (256, 32)) if num_rows <= most), 64)

@@ -23,6 +23,7 @@ from parallm.model.kernels.gather import take_in_groups, take_rows
 from parallm.model.kernels.page_copy import copy_pages
 from parallm.model.kernels.page_write import PAGE
 from parallm.model.kernels.slot_copy import can_copy, copy_out, copy_to_slots
+from parallm.model.kernels.small_batch_gemm import MAX_CAPTURED_ROWS
 from parallm.model.kernels.token_draw import draw_tokens, score_tokens
 from parallm.model.kernels.token_filter import ends_by_kernel, weights_by_kernel
 from parallm.model.logprobs import softmax_of
@@ -36,8 +37,6 @@ SHAPES = ((1, 4096), (1024, 256))
 """Rows and positions of steps whose attention shares a row between blocks, and does not."""
 MAX_BUCKET = 256
 """Rows from which on packed weights of any form are unpacked."""
-CAPTURED = (64, 128, 256, 512, 1024)
-"""Rows of captured steps: those up to each are multiplied alike."""
 
 
 def engine_kernels(model: SharedModel, adapter: Adapter, settings: EngineSettings) -> list[Specialization]:
@@ -64,6 +63,8 @@ def engine_kernels(model: SharedModel, adapter: Adapter, settings: EngineSetting
         buckets = sorted({row_bucket(rows) for rows in range(1, MAX_BUCKET + 1)})
         for rows in buckets:
             model.head(mx.zeros((rows, hidden_1TH.shape[-1]), model.dtype))
+        most = min(settings.max_rows or MAX_CAPTURED_ROWS, MAX_CAPTURED_ROWS)
+        captured = sorted({row_bucket(rows) for rows in range(1, most + 1)})
         for lora in (None, *_loras(model, adapter)):
             if fits(None, stream_11H := mx.zeros((1, 1, hidden_1TH.shape[-1]), model.dtype)):
                 list_norms(whole_stream(stream_11H), lora)
@@ -71,7 +72,7 @@ def engine_kernels(model: SharedModel, adapter: Adapter, settings: EngineSetting
                 for rows, tokens in (*((rows, 1) for rows in buckets), (1, STEP), (1, MIN_LONG)):
                     merged.list_kernels(mx.zeros((rows, tokens, merged.num_inputs), model.dtype), lora)
                 with captured_launches():
-                    for rows in CAPTURED:
+                    for rows in captured:
                         merged.list_kernels(mx.zeros((rows, 1, merged.num_inputs), model.dtype), lora)
     return with_any_rows(kernels)
 

@@ -15,6 +15,7 @@ from mlx_lm.utils import load_tokenizer
 
 from parallm.device.streams import DeviceStreams
 from parallm.engine import flat_prefill, paged_memory
+from parallm.engine.decode_batch import row_bucket
 from parallm.engine.engine import Engine
 from parallm.engine.kernel_list import engine_kernels
 from parallm.engine.kv.attention_metadata import AttentionMetadata
@@ -135,16 +136,16 @@ def step_over_pages(model: SharedModel, adapters: Sequence[Adapter | None]) -> m
 
 
 @pytest.mark.parametrize("versions", [0, 1, 2])
+@pytest.mark.parametrize("sizes", [{}, {"hidden_size": 1536, "intermediate_size": 8960}], ids=["small", "1.5B"])
 def test_captured_steps_launch_what_is_listed(
-    versions: int,
-    model: SharedModel,
-    launched: dict[Specialization, None],
-    random_adapter: Callable[..., Adapter],
+    versions: int, sizes: dict[str, int], launched: dict[Specialization, None], random_adapter: Callable[..., Adapter]
 ) -> None:
+    shape = SHAPE | sizes
+    model = share_model(Model(ModelArgs.from_dict(shape)), shape, ChatTokenizer(load_tokenizer(NANO)), ModelSettings())
     listed = engine_kernels(model, random_adapter(model, 1, rank=8), EngineSettings())
     adapters = [random_adapter(model, 1 + version, rank=8) for version in range(versions)]
     launched.clear()
-    for rows in (4, 40, 100, 130, 260, 400, 700, 1024):
+    for rows in map(row_bucket, (4, 40, 100, 130, 260, 400, 700, 896, 1024)):
         with captured_launches():
             step_over_pages(model, [adapters[row % versions] if versions else None for row in range(rows)])
     assert [kernel for kernel in launched if kernel not in listed] == []

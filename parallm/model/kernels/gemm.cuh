@@ -1,4 +1,4 @@
-// What the products of a step's rows with a linear layer's weights have in common, after their sums (`small_batch_gemm.cu`,
+// What the products of a step's rows with a linear layer's weights have in common (`small_batch_gemm.cu`,
 // `warpgroup_gemm.cu`). T type of weights, Y of outputs; if GATED the outputs of a tile are those of both halves in turn.
 constexpr int pitch_of(int tile) { return tile + 4; }  // of sums, float; what half a warp writes has all banks
 
@@ -17,10 +17,10 @@ __device__ __forceinline__ void write(Out* to, const float* values) {
   *reinterpret_cast<Vector*>(to) = vector;
 }
 
-// Calls `write(row, output of the tile, WIDTH sums)` for `rows` rows and what lies below `height`. `sums` are PARTS parts
+// Calls `visit(row, output of the tile, WIDTH sums)` for `rows` rows and what lies below `height`. `sums` are PARTS parts
 // of HEIGHT rows each.
-template <int TILE, int THREADS, int PARTS, int HEIGHT, int WIDTH, typename Write>
-__device__ __forceinline__ void for_sums(const float* sums, int rows, int height, Write write) {
+template <int TILE, int THREADS, int PARTS, int HEIGHT, int WIDTH, typename Visit>
+__device__ __forceinline__ void for_sums(const float* sums, int rows, int height, Visit visit) {
 #pragma unroll 1
   for (int i = threadIdx.x; i < rows * (TILE / WIDTH); i += THREADS) {
     const int row = i / (TILE / WIDTH), of_tile = i % (TILE / WIDTH) * WIDTH;
@@ -36,7 +36,7 @@ __device__ __forceinline__ void for_sums(const float* sums, int rows, int height
         total[j + 2] += part.z;
         total[j + 3] += part.w;
       }
-    write(row, of_tile, total);
+    visit(row, of_tile, total);
   }
 }
 

@@ -25,6 +25,7 @@ from parallm.model.kernels.warpgroup_gemm import (
     MAX_SHARED_BYTES,
     OUTPUTS_OF_GROUP,
     PROCESSORS,
+    WEIGHT_OF_ROWS,
     WarpgroupPlan,
     num_waves,
     parts_written,
@@ -37,8 +38,9 @@ MAX_ROWS_OF_SMALL = 128
 SMALL = 1 << 24  # values of weights that count as small
 MAX_CAPTURED_ROWS = 1024
 MAX_PRODUCTS = 1 << 31
-"""Captured rows by the square of the hidden size up to which a layer's products are taken: beyond, MLX's are faster by
-more than their launches. So all of a layer are, or none: 128 rows of an 8B shape, 512 of 3B."""
+"""Captured rows by the square of a product's shorter side, mostly the hidden size: beyond, MLX's products are faster by
+more than their launches. So all of a layer are taken, or none, and a step is captured: 128 rows of an 8B shape, 512 of
+2,048 numbers. Where sides differ, as in divided models, the longest that all allow are."""
 MAX_VERSIONS = 16  # of which A is multiplied by, whether a row uses it or not
 MIN_INPUTS = 32  # that a warp multiplies at once: inputs are a multiple of it
 OUTPUTS_OF_WARP, ROWS_OF_TILE = 16, 8
@@ -48,7 +50,6 @@ CHUNKS = (256, 128, 64)
 MAX_DEEP_OF_PARTS = 4  # warps that share a sum of a part: each has little to do beside adding them up
 MIN_STAGES, MAX_STAGES = 3, 8
 MIN_STAGES_OF_NARROW = 2  # of blocks a warp wide, which need long chunks for all their warps
-WEIGHT_OF_ROWS = 0.5  # of a value of the input beside one of the weights: it comes from the cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,4 @@
-"""Plans of products of 33 rows and more, which warpgroups of Hopper multiply (`warpgroup_gemm.cu`).
-
-Axes: B rows, I input, O output.
-"""
+"""Plans of the products that warpgroups of Hopper multiply (`warpgroup_gemm.cu`), for `small_batch_gemm.py`."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -56,7 +53,7 @@ class WarpgroupPlan:
 
 
 class Plan(Protocol):
-    """What all plans have."""
+    """What the number of a product's blocks depends on."""
 
     @property
     def rows(self) -> int: ...

@@ -19,6 +19,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from parallm.model.kernels import quantized_gemm
+from parallm.model.kernels.add_norm import MAX_ROWS_OF_A
 from parallm.model.kernels.columns import columns_of, flat_rows, shaped
 from parallm.model.kernels.cuda import VECTOR_BYTES
 from parallm.model.kernels.segmented_lora import GroupOutput, GroupWeights, ShrinkOutput, shrink
@@ -177,7 +178,7 @@ class MergedLinear:
             return
         weights = lora.of_group(self.targets) if lora else None
         ways = [outputs]
-        if weights is not None and self._can_add(x, weights):
+        if weights is not None and x.shape[0] <= MAX_ROWS_OF_A and self._can_add(x, weights):
             shrunk_BK = mx.zeros((x.shape[0] * x.shape[1], sum(weights.layout.ranks)), x.dtype)
             ways.append(self._plus(x, ShrunkRows(weights=weights, shrunk_BK=shrunk_BK)))
         for way in ways if self._is_gated else ():
@@ -225,8 +226,8 @@ class MergedLinear:
         return self._halves(columns_of(y, self._widths), partial(self._gated, x, y, added))
 
     def _gated(self, x: mx.array, y: mx.array, added: ShrunkRows | None = None) -> mx.array:
-        """SwiGLU of the outputs `y`, for few rows in the product itself, to which LoRA may be `added`. Nothing is
-        differentiated: what trains takes `_trained`."""
+        """SwiGLU of the outputs `y`, in the product itself where that is a kernel of ours, to which LoRA may be
+        `added`. Nothing is differentiated: what trains takes `_trained`."""
         if fits(x, self._joined):
             product_1BTO, _ = small_batch_gemm(x, self._joined, None, is_whole=True, is_gated=True, added=added)
         elif quantized_gemm.fits(x, self._joined):

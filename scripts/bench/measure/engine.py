@@ -324,6 +324,9 @@ def more_rows(request: Request) -> Iterator[Figures]:
         options = {"most_captured": most_captured, **job}
         found = list(work_in_parts("row_speed", is_peer=False, limit=GPU_LIMIT, **options))
         speeds = {rows: [one["speed"] for one in found if one["rows"] == rows] for rows in job["rows"]}
+        if len({len(one) for one in speeds.values()}) > 1 or not found:  # the worker has not come to its end
+            yield dict.fromkeys(wanted)
+            continue
         print_table("Tokens/s by rows", [("rows", "tokens/s"), *((rows, median(one)) for rows, one in speeds.items())])
         for figure, rows in wanted.items():
             pair = (16, 8) if request.is_quick else (rows, MORE_ROWS[rows])

@@ -27,7 +27,7 @@ from parallm.distributed.launcher import devices
 def rollout_engines(request: Request) -> Iterator[Figures]:
     """0.5B, 256 rows x 256 tokens, 128 rows at a time on each GPU: seconds of sampling, and of a step, of a trainer
     alone over those with a server beside it, and with the server alone sampling one step ahead."""
-    job = Job(shape="0.5b", rows=256, tokens=256, steps=6)
+    job = Job(shape="0.5b", rows=256, tokens=256, steps=6, most_rows=128)
     if request.is_quick:
         job = Job(shape="tiny", rows=32, tokens=16, steps=2, warm_up=1, most_rows=16)
     with tempfile.TemporaryDirectory() as name:

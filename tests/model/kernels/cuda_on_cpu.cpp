@@ -86,20 +86,20 @@ void __trap() {
 
 void (*begin_warpgroups)();
 
-bool launch(int blocks, int threads, unsigned shared, int seed, void (*kernel)()) {
+bool launch(int blocks, int rows_of_blocks, int threads, unsigned shared, int seed, void (*kernel)()) {
   static void (*body)();
   body = kernel;
   num_threads = threads, num_shared = shared;
-  blockDim = {threads, 1}, gridDim = {blocks, 1};
+  blockDim = {threads, 1}, gridDim = {blocks, rows_of_blocks};
   random_numbers.seed(seed);
   num_loads = 0;
-  std::vector<int> order(blocks);
-  for (int block = 0; block < blocks; block++) order[block] = block;
-  for (int block = blocks; block > 1; block--) std::swap(order[block - 1], order[random_numbers() % block]);
+  std::vector<int> order(blocks * rows_of_blocks);
+  for (int block = 0; block < order.size(); block++) order[block] = block;
+  for (int block = order.size(); block > 1; block--) std::swap(order[block - 1], order[random_numbers() % block]);
   ucontext_t blank;
   getcontext(&blank);
   for (int block : order) {
-    blockIdx.x = block;
+    blockIdx = {block % blocks, block / blocks};
     std::memset(shared_memory, 0xff, sizeof(shared_memory));
     std::fill(is_hidden, std::end(is_hidden), false);
     if (begin_warpgroups) begin_warpgroups();

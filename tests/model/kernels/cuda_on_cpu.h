@@ -291,4 +291,4 @@ void load_word(uint64_t address, uint32_t (&quarters)[4]);
 extern void (*begin_warpgroups)();  // of warpgroups_on_cpu.h, where a kernel needs it: a third of the time to compile
 
 // Blocks one after the other, in a random order; whether all have ended
-bool launch(int blocks, int threads, unsigned shared, int seed, void (*kernel)());
+bool launch(int blocks, int rows_of_blocks, int threads, unsigned shared, int seed, void (*kernel)());

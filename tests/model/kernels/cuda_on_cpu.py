@@ -1,4 +1,4 @@
-"""Runs the source of kernels on a CPU, compiled as C++ below `cuda_on_cpu.h`; one dimension of blocks."""
+"""Runs the source of kernels on a CPU, compiled as C++ below `cuda_on_cpu.h`; two dimensions of blocks."""
 
 import ctypes
 import re
@@ -76,7 +76,8 @@ class CpuKernels:
                 scalars = [*scalars[:-1], True]
             numbers = [ctypes.c_float(one) if isinstance(one, float) else ctypes.c_int(one) for one in scalars]
             threads = launch["threadgroup"][0]
-            if not function(launch["grid"][0] // threads, threads, shared_memory, self.seed, *pointers, *numbers):
+            blocks = launch["grid"][0] // threads, launch["grid"][1]
+            if not function(*blocks, threads, shared_memory, self.seed, *pointers, *numbers):
                 raise NeverEnds(name)
             for original, array in zip(originals, arrays, strict=True):
                 original[...] = array
@@ -105,9 +106,10 @@ class CpuKernels:
         content = (
             "\n".join(headers) + f"\n#define INFINITY HUGE_VALF\n{source}\n"
             f"struct Arguments {{\n{members}}} arguments;\n"
-            f'extern "C" bool launch_kernel(int blocks, int threads, unsigned shared, int seed, {declared}) {{\n'
+            'extern "C" bool launch_kernel(int blocks, int rows_of_blocks, int threads, unsigned shared, int seed, '
+            f"{declared}) {{\n"
             f"  arguments = {{{given}}};\n"
-            f"  return launch(blocks, threads, shared, seed, [] {{ {name}({kept}); }});\n}}\n"
+            f"  return launch(blocks, rows_of_blocks, threads, shared, seed, [] {{ {name}({kept}); }});\n}}\n"
         )
         path = self._folder / f"{name}_{len(self._libraries)}.cpp"
         library = path.with_suffix(".so")

@@ -318,6 +318,41 @@ def test_threads_multiply_by_a_of_all_versions(case: Case, kernels: CpuKernels) 
     assert furthest() > 0.05
 
 
+@needs_compiler
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        WarpPlan(tiles=2, wide=3, deep=2, chunk=64, stages=3, splits=4),
+        WarpgroupPlan(rows=64, wide=1, stages=4, splits=4),
+    ],
+    ids=lambda chosen: chosen.kernel,
+)
+def test_threads_leave_parts_to_be_added(chosen: GemmPlan, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    rows = 13 if isinstance(chosen, WarpPlan) else 77
+    kernels = CpuKernels(tmp_path)
+    monkeypatch.setattr(module, "kernel", kernels)
+    monkeypatch.setattr(module, "plan", lambda *_, **__: chosen)
+    linear, x = random_linear(INPUTS, 72, bias=True, dtype=mx.float16), mx.random.normal((rows, 1, INPUTS))
+    versions = random_versions(INPUTS, [72], [16], 3, mx.float16)
+
+    def furthest() -> float:
+        y_SBTO, hidden = small_batch_gemm(x.astype(mx.float16), linear, versions.weights, is_whole=False)
+        assert y_SBTO.shape[0] == 4
+        assert hidden is not None
+        wanted = mx.concatenate([x @ a_IK.astype(mx.float32) for a_IK in versions.a_IK], axis=-1)
+        plain = x @ linear.weight.astype(mx.float32).T + linear.bias
+        pairs = (hidden.sum(axis=0), wanted), (y_SBTO.sum(axis=0), plain)
+        return max((mx.abs(one - other).max() / mx.abs(other).max()).item() for one, other in pairs)
+
+    assert furthest() < 2e-3
+    for old, new in (
+        ("blockIdx.y == 0 ? bias : nullptr", "bias"),
+        ("begin = chunks * blockIdx.y", "begin = 0 * blockIdx.y"),
+    ):
+        kernels.mutation = chosen.kernel, old, new
+        assert furthest() > 0.01
+
+
 @needs_hopper
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
 @pytest.mark.parametrize("rows", [2, 31, 64, 100, 128, 200, 500])
