@@ -175,7 +175,6 @@ class Case:
 CASES = {
     "few rows": Case(WarpPlan(tiles=2, wide=3, deep=2, chunk=64, stages=3, splits=1), False, True, True),
     "few rows, early": Case(WarpPlan(tiles=2, wide=3, deep=2, chunk=64, stages=3, splits=1), True, False),
-    "a warpgroup": Case(WarpgroupPlan(rows=64, wide=1, stages=4, splits=1), False, False),
     "three warpgroups": Case(WarpgroupPlan(rows=64, wide=3, stages=4, splits=1), True, True, True),
     "many rows": Case(WarpgroupPlan(rows=128, wide=1, stages=3, splits=1), False, True),
 }
