@@ -5,8 +5,8 @@ A product of few rows takes as long as its weights take to be read, by MLX's ker
 the host 14 microseconds, though, and ours 8; a sum that several blocks share is added up by a kernel of its own there,
 and here by its reader (`segmented_lora.expand`); and A is a few more rows of the weights in place of another kernel.
 Where A was multiplied by before (`add_norm.py`), B is a few more columns of the weights. Products of many rows take up
-to twice as long as MLX's, but can be captured (`cuda_graph.py`): a step of 256 rows of a 0.5B shape takes 1.7
-milliseconds in place of 4.2.
+to twice as long as MLX's, but can be captured (`cuda_graph.py`), without which steps of small models wait for their
+launches (`scripts/figures engine.gpu.more_rows engine.gpu.control_more_rows`).
 
 Axes: B rows, T tokens, I input, O output, S parts of the input whose sums are still to be added, V versions, K ranks of
 a group's targets side by side.
@@ -32,7 +32,7 @@ from parallm.model.kernels.warpgroup_gemm import (
     plan_of_warpgroups,
 )
 
-MIN_ROWS, MAX_ROWS = 2, 32  # MLX has a kernel of its own for one row
+MIN_ROWS, MAX_ROWS = 2, 32  # MLX has a kernel of its own for one row, and is faster from 40 rows on
 MAX_ROWS_OF_SMALL = 128
 """The same for weights that take less time than their launch."""
 SMALL = 1 << 24  # values of weights that count as small
@@ -124,6 +124,7 @@ def fits(x_BTI: mx.array, linear: nn.Module) -> bool:
 
 
 def _pays(rows: int, weight_OI: mx.array) -> bool:
+    """Whether it is faster than MLX's product where both are launched."""
     return rows <= (MAX_ROWS_OF_SMALL if weight_OI.size < SMALL else MAX_ROWS)
 
 
