@@ -24,7 +24,7 @@ from parallm.learner.passes.batch import MicroBatch, PlannedBatches, make_micro_
 from parallm.learner.passes.gradient import LoraWeights, PassResult, PolicyGradient
 from parallm.learner.passes.lm_head import Stages, run_stages
 from parallm.learner.passes.packing import takes_rows
-from parallm.learner.passes.recomputation import overlaps_passes
+from parallm.learner.passes.recomputation import head_chunk_bytes, overlaps_passes
 from parallm.learner.passes.scoring import ScoredStep, TokenLoss, score_step, token_losses
 from parallm.learner.settings import LearnerSettings
 from parallm.learner.totals import UpdateTotals
@@ -144,7 +144,7 @@ class Learner(AdapterLearner):
             model,
             streams,
             self._objective,
-            chunk_bytes=settings.head_chunk_bytes,
+            chunk_bytes=head_chunk_bytes(settings, model, self._budget),
             dropout=start.dropout,
             checkpoints=self._checkpoints,
         )

@@ -5,7 +5,7 @@ costs more than the work, so all arrays are one vector.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from math import prod
 
@@ -17,6 +17,21 @@ from parallm.errors import CheckpointError
 from parallm.learner.settings import LearnerSettings
 
 Arrays = dict[str, mx.array]
+JOINED_AT_ONCE = 16
+
+
+def joined(arrays: Sequence[mx.array]) -> mx.array:
+    """All numbers of arrays of one type as one vector (N,), a few arrays at a time.
+
+    MLX's CUDA build lets each copy of a join wait for each array that was computed just before: for hundreds of arrays
+    the host sorts out tens of thousands of pairs while the GPU is idle, 27 ms for 336.
+    """
+    parts = [array.reshape(-1) for array in arrays]
+    while len(parts) > 1:
+        parts = [
+            mx.concatenate(parts[start : start + JOINED_AT_ONCE]) for start in range(0, len(parts), JOINED_AT_ONCE)
+        ]
+    return parts[0]
 
 
 class ParameterLayout:
@@ -28,7 +43,7 @@ class ParameterLayout:
 
     def join(self, arrays: Mapping[str, mx.array]) -> mx.array:
         """The vector of `arrays`, (N,) float32."""
-        return mx.concatenate([arrays[name].reshape(-1).astype(mx.float32) for name in self._shapes])
+        return joined([arrays[name].astype(mx.float32) for name in self._shapes])
 
     def split(self, flat_N: mx.array) -> Arrays:
         """The arrays of a vector."""

@@ -118,5 +118,6 @@ class LearnerSettings:
     checkpoint_layers: Literal["auto", "all", "none"] = "auto"
     """Compute each layer again in the backward instead of keeping it. `auto`: where a pass would need more than half
     of the memory that the base leaves."""
-    head_chunk_bytes: int = Field(default=64 << 20, ge=1 << 16)
-    """Bytes of the logits that are computed at once; those of two such chunks may exist at the same time."""
+    head_chunk_bytes: Annotated[int, Field(ge=1 << 16)] | Literal["auto"] = "auto"
+    """Bytes of the logits that are computed at once; those of two such chunks may exist at the same time. `auto`: a
+    sixteenth of the logits of a whole pass, at least 64 MiB and at most 512."""

@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 from parallm.errors import CheckpointError
-from parallm.learner.optimizer import AdapterOptimizer, clip_gradient_norm, learning_rate
+from parallm.learner.optimizer import JOINED_AT_ONCE, AdapterOptimizer, clip_gradient_norm, joined, learning_rate
 from parallm.learner.settings import LearnerSettings
 
 SITE = "model.layers.0.self_attn.q_proj"
@@ -120,3 +120,18 @@ def test_gradients_are_scaled_down_to_the_norm_and_never_up() -> None:
     assert clip_gradient_norm(gradient, norm, 1.0).tolist() == pytest.approx([0.6, 0.8])
     assert clip_gradient_norm(gradient, norm, 6.0).tolist() == gradient.tolist()
     assert clip_gradient_norm(mx.zeros(2), mx.array(0.0), 1.0).tolist() == [0.0, 0.0]
+
+
+def test_arrays_are_joined_a_few_at_a_time_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    arrays = [mx.arange(3 * place, 3 * place + 3).reshape(1, 3) for place in range(300)]
+    joins, concatenate = list[int](), mx.concatenate
+
+    def counted(parts: list[mx.array]) -> mx.array:
+        joins.append(len(parts))
+        return concatenate(parts)
+
+    monkeypatch.setattr(mx, "concatenate", counted)
+    assert joined(arrays).tolist() == list(range(900))
+    assert joined(arrays[:1]).tolist() == [0, 1, 2]
+    assert max(joins) <= JOINED_AT_ONCE
+    assert sum(joins) <= 1.1 * len(arrays)

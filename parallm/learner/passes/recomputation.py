@@ -1,4 +1,4 @@
-"""Memory of a pass: its number of tokens, and gradient checkpointing by layer. The learners call it.
+"""Memory of a pass: its number of tokens, its logits, and gradient checkpointing by layer. The learners call it.
 
 A checkpointed layer keeps its input and computes its forward again in the backward: one hidden state per token and
 layer, for about a third more computing (https://arxiv.org/abs/1604.06174).
@@ -39,6 +39,10 @@ ACTIVATION_SHARE = 0.5
 """Share of the device memory beside the base that passes at the same time may keep."""
 LOGITS_CHUNKS = 4
 """Logits of two chunks exist at the same time, and their gradients."""
+CHUNKS_OF_PASS = 16
+MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 64 << 20, 512 << 20
+"""Products and softmaxes of few tokens leave most of a GPU idle: an update of a 0.5B shape on an H200 takes 0.30 s with
+64 MiB of 9 GB, 0.27 s with 512."""
 
 
 def pass_tokens(settings: LearnerSettings, model: SharedModel) -> int:
@@ -48,9 +52,18 @@ def pass_tokens(settings: LearnerSettings, model: SharedModel) -> int:
     if not on_cuda():
         return PASS_TOKENS
     share = MIXTURE_PASS_SHARE if model.experts_per_token > 1 else CUDA_PASS_SHARE
-    free = share * max(0, device_memory() - model.base_bytes) - LOGITS_CHUNKS * settings.head_chunk_bytes
+    chunk_bytes = MIN_CHUNK_BYTES if settings.head_chunk_bytes == "auto" else settings.head_chunk_bytes
+    free = share * max(0, device_memory() - model.base_bytes) - LOGITS_CHUNKS * chunk_bytes
     units = int(free / activation_bytes(model)) // PASS_TOKENS
     return min(max(1, units) * PASS_TOKENS, MAX_CUDA_PASS_TOKENS)
+
+
+def head_chunk_bytes(settings: LearnerSettings, model: SharedModel, num_tokens: int) -> int:
+    """Bytes of the logits that a pass of `num_tokens` computes at once."""
+    if settings.head_chunk_bytes != "auto":
+        return settings.head_chunk_bytes
+    whole = num_tokens * model.vocabulary_size * model.dtype.size
+    return min(max(whole // CHUNKS_OF_PASS, MIN_CHUNK_BYTES), MAX_CHUNK_BYTES)
 
 
 def checkpoints_layers(settings: LearnerSettings, model: SharedModel, num_tokens: int) -> bool:

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import mlx.core as mx
 
-from parallm.model.kernels.cuda import has_kernels, kernel
+from parallm.model.kernels.cuda import VECTOR_BYTES, has_kernels, kernel
 from parallm.model.logprobs import MIN_FLOAT, Softmax, softmax_of
 
 ROW_THREADS = 512  # of the block that reads a row
@@ -81,10 +81,11 @@ class _FusedScores:
         rows, vocabulary = logits_NV.shape
         if entropy_gradient_N is None:
             entropy_gradient_N = mx.zeros((rows,))
+        vectors = vocabulary * logits_NV.dtype.size // VECTOR_BYTES + 2  # a row may begin and end within one
         return kernel("token_scores_gradient", self._defines)(
             [*self._inputs, self._logsumexp_N, self.entropies_N, gradient_N, entropy_gradient_N],
             [rows],
-            grid=(-(-vocabulary // GRADIENT_THREADS) * GRADIENT_THREADS, min(rows, MAX_BLOCKS), 1),
+            grid=(-(-vectors // GRADIENT_THREADS) * GRADIENT_THREADS, min(rows, MAX_BLOCKS), 1),
             threadgroup=(GRADIENT_THREADS, 1, 1),
             output_shapes=[logits_NV.shape],
             output_dtypes=[logits_NV.dtype],

@@ -19,7 +19,7 @@ from mlx_lm.models import activations as mlx_lm_activations
 from mlx_lm.models import base as mlx_lm_base
 
 from parallm.model.attention import attention
-from parallm.model.kernels import head_norm, unpack
+from parallm.model.kernels import head_norm, rms_norm, unpack
 from parallm.model.kernels.add_norm import add_norm, can_shrink, fits
 from parallm.model.kernels.columns import flat_rows
 from parallm.model.kernels.cuda import VECTOR_BYTES, has_kernels
@@ -266,6 +266,8 @@ class FusedNorm(nn.RMSNorm):
                     return whole_stream(x).normed(self.weight, self.eps)
                 if head_norm.fits(x, self.weight):
                     return head_norm.head_norm(x, self.weight, self.eps)
+            case None if not self.is_served() and rms_norm.fits(x, self.weight):
+                return rms_norm.rms_norm(x, self.weight, self.eps)
         normed: mx.array = super().__call__(x)
         return normed
 

@@ -10,6 +10,7 @@ from mlx_lm.models.llama import Model, ModelArgs
 from mlx_lm.utils import load_tokenizer
 
 from parallm.learner.passes.lm_head import ChunkedHead, run_stages
+from parallm.learner.passes.recomputation import head_chunk_bytes
 from parallm.learner.settings import LearnerSettings
 from parallm.model.chat.tokenizer import ChatTokenizer
 from parallm.model.load import NANO, share_model
@@ -42,7 +43,7 @@ def peaks_and_difference(tokens: int, vocabulary: int) -> tuple[list[int], float
     mx.eval(hidden_NH, tokens_N, ones_N)
 
     def chunked() -> mx.array:
-        head = ChunkedHead(model, LearnerSettings().head_chunk_bytes)
+        head = ChunkedHead(model, head_chunk_bytes(LearnerSettings(), model, tokens))
         scores = head.score(hidden_NH, tokens_N, ones_N, wants_slopes=True)
         gradient_NH, stages = head.backward(scores, ones_N)
         run_stages(scores.stages + stages)

@@ -6,7 +6,15 @@ from mlx_lm.models import llama
 
 from parallm.errors import ConfigError
 from parallm.learner.passes import recomputation
-from parallm.learner.passes.recomputation import activation_bytes, checkpoints_layers, overlaps_passes, pass_tokens
+from parallm.learner.passes.recomputation import (
+    MAX_CHUNK_BYTES,
+    MIN_CHUNK_BYTES,
+    activation_bytes,
+    checkpoints_layers,
+    head_chunk_bytes,
+    overlaps_passes,
+    pass_tokens,
+)
 from parallm.learner.settings import LearnerSettings
 from parallm.model.shared_model import SharedModel
 
@@ -45,6 +53,16 @@ def test_a_pass_on_a_gpu_fills_a_share_of_its_memory(
     monkeypatch.setattr(recomputation, "device_memory", lambda: H200_BYTES // 4)
     assert 1024 <= pass_tokens(LearnerSettings(), model) <= expected
     assert not checkpoints_layers(LearnerSettings(), model, pass_tokens(LearnerSettings(), model))
+
+
+def test_a_sixteenth_of_the_logits_of_a_pass_is_computed_at_once_within_limits(nano: SharedModel) -> None:
+    model, settings = replace(shaped(nano, SHAPES["0.5B"][0]), vocabulary_size=151_936), LearnerSettings()
+    of_token = 2 * model.vocabulary_size
+    for tokens in (4096, 16_000):
+        assert head_chunk_bytes(settings, model, tokens) == tokens * of_token // 16
+    assert head_chunk_bytes(settings, model, 1024) == MIN_CHUNK_BYTES
+    assert head_chunk_bytes(settings, model, 1 << 17) == MAX_CHUNK_BYTES
+    assert head_chunk_bytes(LearnerSettings(head_chunk_bytes=1 << 20), model, 4096) == 1 << 20
 
 
 def test_a_mixture_has_longer_passes_on_a_gpu_one_after_the_other(

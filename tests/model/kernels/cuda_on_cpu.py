@@ -64,7 +64,7 @@ class CpuKernels:
         function = self._libraries[key].launch_kernel
         function.restype = ctypes.c_bool
 
-        def run(inputs: Sequence[mx.array], scalars: Sequence[Any], **launch: Any) -> list[mx.array]:
+        def run(inputs: Sequence[mx.array], scalars: Sequence[Any] = (), **launch: Any) -> list[mx.array]:
             originals = [np.asarray(array.view(_stored(array.dtype))) for array in inputs]
             arrays = [_aligned(array) for array in originals]
             types = [np.dtype(str(_stored(dtype)).removeprefix("mlx.core.")) for dtype in launch["output_dtypes"]]

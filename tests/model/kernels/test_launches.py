@@ -36,6 +36,7 @@ from parallm.model.kernels import (
     page_copy,
     paged_attention,
     quantized_gemm,
+    rms_norm,
     segmented_lora,
     short_conv,
     slot_copy,
@@ -321,6 +322,12 @@ def gate_and_normalize(dtype: mx.Dtype) -> None:
     mx.vjp(lambda x, gate: gated_norm.gated_norm(x, gate, weight, 1e-6), [heads, heads], [heads])
 
 
+def normalize_rows(dtype: mx.Dtype, *, size: int) -> None:
+    x, weight = mx.zeros((3, 2, size), dtype), mx.zeros(size, dtype)
+    assert rms_norm.fits(x, weight)
+    mx.vjp(lambda x: rms_norm.rms_norm(x, weight, 1e-5), [x], [x])
+
+
 def mix_chunks(dtype: mx.Dtype, *, size: int = 128, heads: tuple[int, int] = (2, 4), rows: int = 3) -> None:
     """Rows of which one continues another, forward and backward; float32 with smaller heads."""
     size = 64 if dtype == mx.float32 else size
@@ -493,6 +500,8 @@ FACES: dict[str, Face] = {
     "prefill, halves rotated": lambda dtype: prefill(dtype, HALVES),
     "prefill, a first half rotated": lambda dtype: prefill(dtype, FIRST_HALF),
     "prefill, neighbours rotated": lambda dtype: prefill(dtype, NEIGHBOURS),
+    "normalize rows": lambda dtype: normalize_rows(dtype, size=896),
+    "normalize long rows": lambda dtype: normalize_rows(dtype, size=4096),
     "add and normalize": lambda dtype: normalize(dtype, size=4096, splits=1),
     "add parts and normalize": lambda dtype: normalize(dtype, size=896, splits=4),
     "add and normalize, many chunks": lambda dtype: normalize(dtype, size=8192, splits=2),
@@ -599,6 +608,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
         cuda,
         pack_matrices,
         paged_attention,
+        rms_norm,
         segmented_lora,
         short_conv,
         slot_copy,

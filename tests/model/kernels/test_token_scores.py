@@ -1,20 +1,58 @@
-"""The CUDA kernels are compared with MLX's operations; these cases are skipped elsewhere."""
+"""The kernels against MLX's operations: their source on a CPU, the kernels on a GPU."""
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 from parallm.model.kernels import token_scores as module
 from parallm.model.kernels.cuda import on_cuda
 from parallm.model.kernels.token_scores import token_scores
 from parallm.model.patches.forward import swiglu
+from tests.model.kernels.cuda_on_cpu import CpuKernels, needs_compiler
 
 TEMPERATURE = mx.array([1.0, 0.7, 0.0, 1.3])
 TOKENS = mx.array([3, 0, 299, 7])
+TOLERANCES = {mx.float32: 2e-5, mx.float16: 2e-3, mx.bfloat16: 1e-2}
+DTYPES = [mx.float32, mx.bfloat16 if on_cuda() else mx.float16]
 needs_cuda = pytest.mark.skipif(not on_cuda(), reason="needs MLX's CUDA build")
+needs_kernels = pytest.mark.skipif(False, reason="") if on_cuda() else needs_compiler
 
 
-def logits(dtype: mx.Dtype = mx.float32) -> mx.array:
-    return (mx.random.normal((4, 300), key=mx.random.key(1)) * 5).astype(dtype)
+@pytest.fixture
+def kernels(compiled: CpuKernels, monkeypatch: pytest.MonkeyPatch) -> CpuKernels:
+    compiled.mutation = "", "", ""
+    if not on_cuda():
+        monkeypatch.setattr(module, "kernel", compiled)
+    return compiled
+
+
+def logits(dtype: mx.Dtype = mx.float32, size: int = 300) -> mx.array:
+    return (mx.random.normal((4, size), key=mx.random.key(1)) * 5).astype(dtype)
+
+
+def worst_difference(given: mx.array, has_entropies: bool) -> float:
+    """Of the kernels' log-probs, entropies and gradient from those in float64."""
+    tokens, weights = np.array([3, 0, given.shape[1] - 1, 1]), np.array([1.0, -2.0, 0.5, 3.0])
+    of_entropies = np.array([0.5, 0.0, -1.0, 0.25]) if has_entropies else np.zeros(4)
+    divisor = np.where(np.array(TEMPERATURE) > 0, np.array(TEMPERATURE), 1.0)[:, None]
+    scaled = np.array(given.astype(mx.float32), np.float64) / divisor
+    exponentials = np.exp(scaled - scaled.max(axis=1, keepdims=True))
+    probabilities = exponentials / exponentials.sum(axis=1, keepdims=True)
+    logprobs = np.log(np.maximum(probabilities, 1e-300))
+    entropies = -(probabilities * logprobs).sum(axis=1, keepdims=True)
+    chosen = np.arange(given.shape[1]) == tokens[:, None]
+    slopes = weights[:, None] * (chosen - probabilities)
+    slopes -= of_entropies[:, None] * probabilities * (logprobs + entropies)
+
+    scores = module._FusedScores(given, mx.array(divisor[:, 0], mx.float32), mx.array(tokens, mx.int32))
+    gradient = scores.gradient(mx.array(weights), mx.array(of_entropies) if has_entropies else None)
+    assert gradient.dtype == given.dtype
+    pairs = [
+        (scores.logprobs_N, logprobs[chosen]),
+        (scores.entropies_N, entropies[:, 0]),
+        (gradient.astype(mx.float32), slopes / divisor),
+    ]
+    return float(np.max([np.abs(np.array(found) - expected).max() for found, expected in pairs]))  # NaN stays
 
 
 def test_the_gradient_is_that_of_plain_differentiation() -> None:
@@ -45,21 +83,41 @@ def test_a_logit_of_minus_infinity_counts_as_no_token_at_all(temperature: float)
     assert (gradient_NV[:, -2:] == 0).all().item()
 
 
-@needs_cuda
-@pytest.mark.parametrize(("dtype", "tolerance"), [(mx.float32, 2e-6), (mx.bfloat16, 1e-2)])
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("has_entropies", [True, False])
-def test_the_kernels_agree_with_the_operations(dtype: mx.Dtype, tolerance: float, has_entropies: bool) -> None:
-    given = logits(dtype)
-    given[1, 5:100] = -mx.inf  # what a mask over the vocabulary leaves
-    divisor = mx.where(TEMPERATURE > 0, TEMPERATURE, 1.0)
-    fused = module._FusedScores(given, divisor, TOKENS.astype(mx.int32))
-    plain = module._PlainScores(given, divisor, TOKENS)
-    assert mx.abs(fused.logprobs_N - plain.logprobs_N).max().item() <= 1e-5
-    assert mx.abs(fused.entropies_N - plain.entropies_N).max().item() <= 1e-5
-    of_entropies = mx.array([0.5, 0.0, -1.0, 0.25]) if has_entropies else None
-    gradients = [one.gradient(mx.array([1.0, -2.0, 0.5, 3.0]), of_entropies) for one in (fused, plain)]
-    assert gradients[0].dtype == dtype
-    assert mx.abs(gradients[0].astype(mx.float32) - gradients[1]).max().item() <= tolerance
+@pytest.mark.parametrize("size", [5, 300, 304, 20_003])
+@pytest.mark.usefixtures("kernels")
+def test_the_kernels_agree_with_the_operations(dtype: mx.Dtype, has_entropies: bool, size: int) -> None:
+    given = logits(dtype, size)
+    given[1, size // 3 : -1] = -mx.inf  # what a mask over the vocabulary leaves
+    assert worst_difference(given, has_entropies) <= TOLERANCES[dtype]
+
+
+@needs_kernels
+@pytest.mark.usefixtures("kernels")
+def test_rows_may_begin_anywhere() -> None:
+    """A part of an array, whose rows begin within a vector, where those of the gradient do not."""
+    whole = logits(mx.float16, 307).reshape(-1)
+    for start in (1, 3, 8):
+        assert worst_difference(whole[start : start + 4 * 304].reshape(4, 304), True) <= TOLERANCES[mx.float16]
+
+
+@needs_compiler
+@pytest.mark.cpu
+@pytest.mark.parametrize(
+    ("name", "old", "new", "size"),
+    [
+        ("token_scores", "first += AT_ONCE * blockDim.x", "first += blockDim.x", 5003),
+        ("token_scores", "product *= shrunk", "", 5003),
+        ("token_scores", "if (after < V) take(after);", "", 19),
+        ("token_scores_gradient", "max(begin, 0)", "max(begin, 1)", 19),
+        ("token_scores_gradient", "probability * (logprob + entropy)", "probability * logprob", 19),
+    ],
+)
+def test_another_arithmetic_is_found(kernels: CpuKernels, name: str, old: str, new: str, size: int) -> None:
+    kernels.mutation = name, old, new
+    assert not worst_difference(logits(size=size), True) <= 2 * TOLERANCES[mx.float32]
 
 
 @needs_cuda
