@@ -51,15 +51,15 @@ def pack_matrices(matrices: Sequence[Matrix], dtype: mx.Dtype) -> mx.array:
         return mx.concatenate([_packed(matrix, dtype) for matrix in matrices])
     arrays, count = [matrix.array for matrix in matrices], len(matrices)
     assert count <= MAX_MATRICES
-    starts = accumulate((matrix.size for matrix in matrices), initial=0)
+    sizes = [matrix.size for matrix in matrices]
     table = [
         (start, matrix.rank, matrix.width, matrix.own_rank, int(matrix.is_transposed))
-        for start, matrix in zip(starts, matrices, strict=False)
+        for start, matrix in zip(accumulate(sizes, initial=0), matrices, strict=False)
     ]
     factors = [matrix.factor for matrix in matrices] + [0.0] * (MIN_ON_DEVICE - count)
     pointers = ", ".join(f"const float* matrix{i}" for i in range(MAX_MATRICES))
     cases = " ".join(f"case {i}: matrix = matrix{i}; break;" for i in range(1, MAX_MATRICES))
-    blocks = min(MAX_BLOCKS, -(-max(matrix.size for matrix in matrices) // THREADS))
+    blocks = min(MAX_BLOCKS, -(-max(sizes) // THREADS))
     (packed_N,) = kernel("pack_matrices", (("T", dtype), ("POINTERS", pointers), ("CASES", cases)))(
         [
             *arrays,
@@ -70,7 +70,7 @@ def pack_matrices(matrices: Sequence[Matrix], dtype: mx.Dtype) -> mx.array:
         [blocks],
         grid=(count * blocks * THREADS, 1, 1),
         threadgroup=(THREADS, 1, 1),
-        output_shapes=[(sum(matrix.size for matrix in matrices),)],
+        output_shapes=[(sum(sizes),)],
         output_dtypes=[dtype],
     )
     return packed_N

@@ -74,6 +74,7 @@ def pack_lora(
     ranks = {target: rank + -rank % COLUMNS for target, rank in own_ranks.items()}
     layouts: list[PackedGroup] = []
     parts: list[list[Matrix]] = [[]]  # of each array
+    filled = 0  # numbers of the last one
     for targets in groups:
         present = [target in ranks for target in targets]
         if not any(present):
@@ -84,20 +85,22 @@ def pack_lora(
         b = [_matrix(arrays, target, ranks[target], scaling, is_a=False) for target in targets]
         if any(matrix.width % (VECTOR_BYTES // dtype.size) for matrix in (*a, *b)):
             return None
-        if parts[-1] and not _fit_in_array([*parts[-1], *a, *b]):
-            parts.append([])
         sizes = sum(matrix.size for matrix in a), *(matrix.size for matrix in b)
-        ends = accumulate(sizes, initial=sum(matrix.size for matrix in parts[-1]))
+        fits = len(parts[-1]) + len(a) + len(b) <= MAX_MATRICES and filled + sum(sizes) <= MAX_NUMBERS
+        if parts[-1] and not fits:
+            parts.append([])
+            filled = 0
         layouts.append(
             PackedGroup(
                 targets=targets,
                 ranks=tuple(ranks[target] for target in targets),
                 widths=tuple(matrix.width for matrix in b),
                 array=len(parts) - 1,
-                starts=tuple(islice(ends, len(sizes))),
+                starts=tuple(islice(accumulate(sizes, initial=filled), len(sizes))),
             )
         )
         parts[-1] += [*a, *b]
+        filled += sum(sizes)
     if not layouts:
         return None
     packed, experts = tuple(pack_matrices(part, dtype)[None] for part in parts), expert_part(arrays, scaling)
@@ -118,10 +121,6 @@ def _matrix(arrays: Mapping[str, mx.array], target: str, rank: int, scaling: Lor
     factor = 1 / scaling.shift if is_a else scaling.scales[target] * scaling.shift
     array = arrays[f"{target}.lora_{'a' if is_a else 'b'}"]
     return Matrix(array=array, is_transposed=is_a, rank=rank, factor=factor)
-
-
-def _fit_in_array(matrices: Sequence[Matrix]) -> bool:
-    return len(matrices) <= MAX_MATRICES and sum(matrix.size for matrix in matrices) <= MAX_NUMBERS
 
 
 @cache
