@@ -20,7 +20,7 @@ Arrays = dict[str, mx.array]
 JOINED_AT_ONCE = 16
 
 
-def joined(arrays: Sequence[mx.array]) -> mx.array:
+def vector_of(arrays: Sequence[mx.array]) -> mx.array:
     """All numbers of arrays of one type as one vector (N,), a few arrays at a time.
 
     MLX's CUDA build lets each copy of a join wait for each array that was computed just before: for hundreds of arrays
@@ -43,7 +43,7 @@ class ParameterLayout:
 
     def join(self, arrays: Mapping[str, mx.array]) -> mx.array:
         """The vector of `arrays`, (N,) float32."""
-        return joined([arrays[name].astype(mx.float32) for name in self._shapes])
+        return vector_of([arrays[name].astype(mx.float32) for name in self._shapes])
 
     def split(self, flat_N: mx.array) -> Arrays:
         """The arrays of a vector."""

@@ -120,4 +120,4 @@ class LearnerSettings:
     of the memory that the base leaves."""
     head_chunk_bytes: Annotated[int, Field(ge=1 << 16)] | Literal["auto"] = "auto"
     """Bytes of the logits that are computed at once; those of two such chunks may exist at the same time. `auto`: a
-    sixteenth of the logits of a whole pass, at least 64 MiB and at most 512."""
+    forty-eighth of the logits of a whole pass, at least 64 MiB and at most 512."""

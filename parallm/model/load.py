@@ -162,7 +162,7 @@ def share_units(
     arrange_quantized(base, settings.quantized, dtype)
     _freeze(base)
     lora_context = LoraContext()
-    install_forward(base, lambda: lora_context.is_served)
+    install_forward(base, lambda: lora_context.is_served, lambda: lora_context.is_trained)
     install_recurrence(base)
     install_rotary(base)
     install_products(base, dtype)

@@ -78,7 +78,7 @@ class RolloutRunner:
         opened: dict[int, OpenedGroup] = {}
         unscored: dict[tuple[int, int], EnvironmentSession] = {}  # by the indices of request and completion
         groups: list[list[ScoredEpisode]] = [[] for _ in requests]
-        numbers = itertools.count(1)
+        counts = itertools.count(1)
 
         async def finish(index: int, completion: Completion) -> None:
             episode = self._begin(problems[index], requests[index], completion, opened[index])
@@ -88,7 +88,7 @@ class RolloutRunner:
             if session is not None and scored.score.fault is not None:
                 close_session(problems[index], session)
             groups[index].append(scored)
-            progress(next(numbers))
+            progress(next(counts))
 
         try:
             async with task_group() as tasks, aclosing(self._completions(problems, first)) as completions:

@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 from parallm.errors import CheckpointError
-from parallm.learner.optimizer import JOINED_AT_ONCE, AdapterOptimizer, clip_gradient_norm, joined, learning_rate
+from parallm.learner.optimizer import JOINED_AT_ONCE, AdapterOptimizer, clip_gradient_norm, learning_rate, vector_of
 from parallm.learner.settings import LearnerSettings
 
 SITE = "model.layers.0.self_attn.q_proj"
@@ -131,7 +131,7 @@ def test_arrays_are_joined_a_few_at_a_time_in_their_order(monkeypatch: pytest.Mo
         return concatenate(parts)
 
     monkeypatch.setattr(mx, "concatenate", counted)
-    assert joined(arrays).tolist() == list(range(900))
-    assert joined(arrays[:1]).tolist() == [0, 1, 2]
+    assert vector_of(arrays).tolist() == list(range(900))
+    assert vector_of(arrays[:1]).tolist() == [0, 1, 2]
     assert max(joins) <= JOINED_AT_ONCE
     assert sum(joins) <= 1.1 * len(arrays)

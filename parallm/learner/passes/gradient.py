@@ -21,7 +21,7 @@ import numpy.typing as npt
 from parallm.device.streams import DeviceStreams
 from parallm.learner.loss.objective import Objective
 from parallm.learner.loss.policy_loss import LossInputs, is_clipped, kl_k3, objective_loss
-from parallm.learner.optimizer import ParameterLayout, joined
+from parallm.learner.optimizer import ParameterLayout, vector_of
 from parallm.learner.passes.batch import MicroBatch
 from parallm.learner.passes.lm_head import ChunkedHead, Scores, Stages, run_stages
 from parallm.learner.passes.packing import Segment, num_padding_rows, packed_hidden, padded_hidden
@@ -270,7 +270,7 @@ class LoraWeights:
     def join(self, gradients: Sequence[mx.array], scale: float = 1.0) -> mx.array:
         """Gradients of `lora.arrays()`, which are times `scale`, as one vector (N,), float32, without it."""
         by_type = [list(group) for _, group in groupby(gradients, key=lambda array: array.dtype)]  # one cast per type
-        joined_N = joined([joined(group).astype(mx.float32) for group in by_type])
+        joined_N = vector_of([vector_of(group).astype(mx.float32) for group in by_type])
         return joined_N if scale == 1 else joined_N / scale
 
     def backward(self, gradient_N: mx.array, layout: ParameterLayout) -> mx.array:

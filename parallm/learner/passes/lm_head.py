@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from parallm.learner.passes.packing import CANONICAL_BITS, canonical_size
+from parallm.learner.passes.packing import canonical_size
 from parallm.model.kernels.cuda import has_kernels
 from parallm.model.kernels.token_scores import TokenScores, token_scores
 from parallm.model.shared_model import SharedModel
@@ -71,11 +71,14 @@ class ChunkedHead:
         """`num_tokens` or, with our CUDA kernels, the next of few sizes: whole chunks, so that passes are alike."""
         if not has_kernels() or num_tokens == 0:
             return num_tokens
-        if num_tokens <= self._chunk:
-            return min(self._chunk, canonical_size(num_tokens))
-        num_chunks = -(-num_tokens // self._chunk)
-        step = 1 << max(0, num_chunks.bit_length() - CANONICAL_BITS)
-        return -(-num_chunks // step) * step * self._chunk
+        size = self._size(num_tokens)
+        return -(-num_tokens // size) * size
+
+    def _size(self, num_tokens: int) -> int:
+        """Tokens of each chunk. With our kernels all are alike, since the last one would be mostly padding."""
+        if not has_kernels() or num_tokens == 0:
+            return self._chunk
+        return min(self._chunk, canonical_size(-(-num_tokens // -(-num_tokens // self._chunk))))
 
     def score(
         self, hidden_NH: mx.array, tokens_N: mx.array, temperature_N: mx.array, *, wants_slopes: bool = False
@@ -87,7 +90,8 @@ class ChunkedHead:
             tokens_N, temperature_N = (
                 mx.concatenate([array, mx.zeros((num_padding,), array.dtype)]) for array in (tokens_N, temperature_N)
             )
-        parts = [slice(start, start + self._chunk) for start in range(0, len(tokens_N), self._chunk)]
+        size = self._size(len(tokens_N))
+        parts = [slice(start, start + size) for start in range(0, len(tokens_N), size)]
         chunks = [Chunk(hidden_NH[part], tokens_N[part], temperature_N[part]) for part in parts]
         chunk_scores = [self._scores(chunk) for chunk in chunks]
         stages = [[scores.logprobs_N, scores.entropies_N] for scores in chunk_scores]

@@ -16,12 +16,12 @@ extern "C" __global__ void rms_norm_gradient(const T* x, const T* weight, const 
     const int vector = c * ROW_THREADS + lane;
     if (vector >= VECTORS) continue;
     const P of_row = reinterpret_cast<const P*>(x + row * SIZE)[vector];
-    const P own = reinterpret_cast<const P*>(slopes + row * SIZE)[vector];
+    const P slope = reinterpret_cast<const P*>(slopes + row * SIZE)[vector];
     const P factors = reinterpret_cast<const P*>(weight)[vector];
 #pragma unroll
     for (int j = 0; j < P::size; j++) {
       values[c][j] = float(of_row.values[j]);
-      of_normed[c][j] = float(own.values[j]) * float(factors.values[j]);
+      of_normed[c][j] = float(slope.values[j]) * float(factors.values[j]);
       squares += values[c][j] * values[c][j], products += values[c][j] * of_normed[c][j];
     }
   }

@@ -42,13 +42,13 @@ extern "C" __global__ void token_scores(const T* logits, const float* divisor, c
 #pragma unroll
     for (int k = 0; k < AT_ONCE; k++) {
       if (first + k * int(blockDim.x) >= vectors) break;
-      float scaled[P::size], most = -INFINITY;
+      float scaled[P::size], largest_of_pack = -INFINITY;
 #pragma unroll
       for (int j = 0; j < P::size; j++) {
         scaled[j] = float(packs[k].values[j]) * scale;
-        most = fmaxf(most, scaled[j]);
+        largest_of_pack = fmaxf(largest_of_pack, scaled[j]);
       }
-      raise(most);
+      raise(largest_of_pack);
 #pragma unroll
       for (int j = 0; j < P::size; j++) add(scaled[j]);
     }

@@ -27,7 +27,7 @@ from parallm.model.kernels.small_batch_gemm import ShrunkRows, can_add, fits, sm
 from parallm.model.kernels.swiglu import swiglu_of_halves
 from parallm.model.lora.experts import Routing
 from parallm.model.lora.segmented import MIN_LONG, SegmentedLora, add_products
-from parallm.model.lora.training import TrainingLora
+from parallm.model.lora.training import DropoutLora, TrainingLora
 from parallm.model.patches.forward import FusedAdd, NormedSum, ResidualSum, SwigluHalf, origin_of, set_origin, swiglu
 from parallm.model.quantized import UnpackingLinear
 
@@ -60,6 +60,11 @@ class LoraContext:
     def is_served(self) -> bool:
         """Whether kernels without gradients may compute what runs now: LoRA, if there is any, is that of the engine."""
         return self.lora is None or isinstance(self.lora, SegmentedLora)
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether what runs now is differentiated by its LoRA, on a GPU."""
+        return isinstance(self.lora, TrainingLora | DropoutLora)
 
     @contextmanager
     def applied(self, lora: LoraBinding | None) -> Iterator[None]:

@@ -7,7 +7,7 @@
 | class of `nn.Embedding` modules, on CUDA | `forward.py` | rows by a kernel that compiles quickly |
 | `nn.RoPE` and `Llama3RoPE` modules, on CUDA | `rotary.py` | rotation inside the attention kernels |
 | `x + self.mlp(...)`: the sum's right operand | `forward.py` | residual adds inside a LoRA kernel, or with their norm |
-| `nn.RMSNorm` modules, on CUDA | `forward.py` | the norm after a residual add, in its kernel |
+| `nn.RMSNorm` modules, on CUDA | `forward.py` | the norm after a residual add, in its kernel; no gradient of weights |
 | the trunk as an attribute of the model | `forward.py` | hidden states without logits, logits without the trunk |
 | linear layers of modules | `lora/targets.py`, `lora/linear.py` | LoRA; on CUDA layers share an array |
 | classes of quantized layers | `quantized.py` | products on a CPU |

@@ -58,9 +58,9 @@ class OwnCache:
         return attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
 
 
-def install_forward(model: nn.Module, is_served: Callable[[], bool]) -> None:
-    """Let the modules that define `model`'s layers call our functions; `is_served`: see `FusedNorm`. Changes mlx-lm's
-    modules; safe to repeat."""
+def install_forward(model: nn.Module, is_served: Callable[[], bool], is_trained: Callable[[], bool]) -> None:
+    """Let the modules that define `model`'s layers call our functions; `is_served` and `is_trained`: see `FusedNorm`.
+    Changes mlx-lm's modules; safe to repeat."""
     replaced = {
         "scaled_dot_product_attention": (_mlx_lm_attention, _dispatch),
         "swiglu": (_mlx_lm_swiglu, swiglu),
@@ -74,7 +74,7 @@ def install_forward(model: nn.Module, is_served: Callable[[], bool]) -> None:
         fuse_norms(model)
         for layer in model.modules():
             if isinstance(layer, FusedNorm):
-                layer.is_served = is_served
+                layer.is_served, layer.is_trained = is_served, is_trained
             if type(layer) in EMBEDDINGS:
                 layer.__class__ = EMBEDDINGS[type(layer)]
 
@@ -252,10 +252,13 @@ class NormedSum:
 
 
 class FusedNorm(nn.RMSNorm):
-    """An RMSNorm that may be one kernel with a residual add and with what comes after it."""
+    """An RMSNorm that may be one kernel with a residual add and with what comes after it, and whose gradient leaves out
+    that of its frozen weight."""
 
     is_served: Callable[[], bool] = staticmethod(lambda: False)
     """Whether kernels without gradients may compute what runs now."""
+    is_trained: Callable[[], bool] = staticmethod(lambda: False)
+    """Whether what runs now is differentiated, by LoRA alone."""
 
     def __call__(self, x: mx.array) -> mx.array:
         match origin_of(x):
@@ -266,7 +269,7 @@ class FusedNorm(nn.RMSNorm):
                     return whole_stream(x).normed(self.weight, self.eps)
                 if head_norm.fits(x, self.weight):
                     return head_norm.head_norm(x, self.weight, self.eps)
-            case None if not self.is_served() and rms_norm.fits(x, self.weight):
+            case None if self.is_trained() and rms_norm.fits(x, self.weight):
                 return rms_norm.rms_norm(x, self.weight, self.eps)
         normed: mx.array = super().__call__(x)
         return normed

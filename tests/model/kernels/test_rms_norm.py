@@ -65,7 +65,7 @@ def test_other_rows_are_left_to_mlx() -> None:
 
 
 @pytest.mark.usefixtures("kernels")
-def test_a_norm_of_a_model_takes_it_while_gradients_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_norm_of_a_model_takes_it_while_lora_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
     norm, x = nn.RMSNorm(64), mx.random.normal((2, 64))
     expected = norm(x)
     norm.__class__ = FusedNorm
@@ -76,11 +76,17 @@ def test_a_norm_of_a_model_takes_it_while_gradients_are_needed(monkeypatch: pyte
         return x
 
     monkeypatch.setattr(module, "_gradient", noted)
-    for is_served in (True, False):
-        norm.is_served = lambda is_served=is_served: is_served
+    for is_trained in (False, True):
+        norm.is_trained = lambda is_trained=is_trained: is_trained
         (found,), _ = mx.vjp(norm, [x], [x])
         assert mx.array_equal(found, expected)
-        assert taken == ([] if is_served else [x.shape])
+        assert taken == ([x.shape] if is_trained else [])
+
+
+@pytest.mark.usefixtures("kernels")
+def test_whoever_trains_the_weight_hears_of_it() -> None:
+    x, weight, _ = given((2, 64), mx.float32)
+    assert mx.isnan(mx.grad(lambda weight: rms_norm(x, weight, EPS).sum())(weight)).all()
 
 
 @pytest.mark.cpu

@@ -1,4 +1,6 @@
-"""The kernels against MLX's operations: their source on a CPU, the kernels on a GPU."""
+"""The kernels against arithmetic in float64: their source on a CPU, the kernels on a GPU."""
+
+import shutil
 
 import mlx.core as mx
 import numpy as np
@@ -12,10 +14,11 @@ from tests.model.kernels.cuda_on_cpu import CpuKernels, needs_compiler
 
 TEMPERATURE = mx.array([1.0, 0.7, 0.0, 1.3])
 TOKENS = mx.array([3, 0, 299, 7])
-TOLERANCES = {mx.float32: 2e-5, mx.float16: 2e-3, mx.bfloat16: 1e-2}
+SCORE_TOLERANCE = 2e-5
+GRADIENT_TOLERANCES = {mx.float32: 1e-5, mx.float16: 2e-3, mx.bfloat16: 1e-2}
 DTYPES = [mx.float32, mx.bfloat16 if on_cuda() else mx.float16]
 needs_cuda = pytest.mark.skipif(not on_cuda(), reason="needs MLX's CUDA build")
-needs_kernels = pytest.mark.skipif(False, reason="") if on_cuda() else needs_compiler
+needs_kernels = pytest.mark.skipif(not on_cuda() and shutil.which("g++") is None, reason="needs g++, or CUDA")
 
 
 @pytest.fixture
@@ -30,9 +33,9 @@ def logits(dtype: mx.Dtype = mx.float32, size: int = 300) -> mx.array:
     return (mx.random.normal((4, size), key=mx.random.key(1)) * 5).astype(dtype)
 
 
-def worst_difference(given: mx.array, has_entropies: bool) -> float:
-    """Of the kernels' log-probs, entropies and gradient from those in float64."""
-    tokens, weights = np.array([3, 0, given.shape[1] - 1, 1]), np.array([1.0, -2.0, 0.5, 3.0])
+def differs(given: mx.array, has_entropies: bool) -> bool:
+    """Whether the kernels' log-probs, entropies or gradient differ from those in float64."""
+    tokens, weights = np.array([3, 0, -1, 1]) % given.shape[1], np.array([1.0, -2.0, 0.5, 3.0])
     of_entropies = np.array([0.5, 0.0, -1.0, 0.25]) if has_entropies else np.zeros(4)
     divisor = np.where(np.array(TEMPERATURE) > 0, np.array(TEMPERATURE), 1.0)[:, None]
     scaled = np.array(given.astype(mx.float32), np.float64) / divisor
@@ -48,11 +51,11 @@ def worst_difference(given: mx.array, has_entropies: bool) -> float:
     gradient = scores.gradient(mx.array(weights), mx.array(of_entropies) if has_entropies else None)
     assert gradient.dtype == given.dtype
     pairs = [
-        (scores.logprobs_N, logprobs[chosen]),
-        (scores.entropies_N, entropies[:, 0]),
-        (gradient.astype(mx.float32), slopes / divisor),
+        (scores.logprobs_N, logprobs[chosen], SCORE_TOLERANCE),
+        (scores.entropies_N, entropies[:, 0], SCORE_TOLERANCE),
+        (gradient.astype(mx.float32), slopes / divisor, GRADIENT_TOLERANCES[given.dtype]),
     ]
-    return float(np.max([np.abs(np.array(found) - expected).max() for found, expected in pairs]))  # NaN stays
+    return not all((np.abs(np.array(found) - expected) <= limit).all() for found, expected, limit in pairs)
 
 
 def test_the_gradient_is_that_of_plain_differentiation() -> None:
@@ -86,21 +89,20 @@ def test_a_logit_of_minus_infinity_counts_as_no_token_at_all(temperature: float)
 @needs_kernels
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("has_entropies", [True, False])
-@pytest.mark.parametrize("size", [5, 300, 304, 20_003])
+@pytest.mark.parametrize("size", [3, 5, 300, 304, 20_003])
 @pytest.mark.usefixtures("kernels")
-def test_the_kernels_agree_with_the_operations(dtype: mx.Dtype, has_entropies: bool, size: int) -> None:
+def test_the_kernels_agree_with_float64(dtype: mx.Dtype, has_entropies: bool, size: int) -> None:
     given = logits(dtype, size)
-    given[1, size // 3 : -1] = -mx.inf  # what a mask over the vocabulary leaves
-    assert worst_difference(given, has_entropies) <= TOLERANCES[dtype]
+    given[1, max(1, size // 3) : -1] = -mx.inf  # what a mask over the vocabulary leaves
+    assert not differs(given, has_entropies)
 
 
-@needs_kernels
-@pytest.mark.usefixtures("kernels")
+@needs_cuda
 def test_rows_may_begin_anywhere() -> None:
     """A part of an array, whose rows begin within a vector, where those of the gradient do not."""
     whole = logits(mx.float16, 307).reshape(-1)
     for start in (1, 3, 8):
-        assert worst_difference(whole[start : start + 4 * 304].reshape(4, 304), True) <= TOLERANCES[mx.float16]
+        assert not differs(whole[start : start + 4 * 304].reshape(4, 304), True)
 
 
 @needs_compiler
@@ -110,6 +112,8 @@ def test_rows_may_begin_anywhere() -> None:
     [
         ("token_scores", "first += AT_ONCE * blockDim.x", "first += blockDim.x", 5003),
         ("token_scores", "product *= shrunk", "", 5003),
+        ("token_scores", "min(V, skipped ? P::size - skipped : 0)", "skipped ? P::size - skipped : 0", 2),
+        ("token_scores", "logprobs[row] =", "logprobs[row] = 1e-4f +", 19),
         ("token_scores", "if (after < V) take(after);", "", 19),
         ("token_scores_gradient", "max(begin, 0)", "max(begin, 1)", 19),
         ("token_scores_gradient", "probability * (logprob + entropy)", "probability * logprob", 19),
@@ -117,7 +121,7 @@ def test_rows_may_begin_anywhere() -> None:
 )
 def test_another_arithmetic_is_found(kernels: CpuKernels, name: str, old: str, new: str, size: int) -> None:
     kernels.mutation = name, old, new
-    assert not worst_difference(logits(size=size), True) <= 2 * TOLERANCES[mx.float32]
+    assert differs(logits(mx.float16, size), True)
 
 
 @needs_cuda

@@ -10,7 +10,7 @@ import pytest
 from parallm.model.adapters.initial import initial_arrays
 from parallm.model.lora.linear import LoraBinding, LoraContext, LoraLinear, merge_linears
 from parallm.model.lora.single import LoraScaling, SingleLora, single_lora
-from parallm.model.lora.training import TrainingLora
+from parallm.model.lora.training import DropoutLora, TrainingLora
 from parallm.model.quantized import UnpackingLinear
 
 SHAPES = {"q": (64, 64), "k": (64, 32), "gate": (64, 96), "up": (64, 96), "down": (96, 64)}
@@ -121,3 +121,12 @@ def test_targets_that_are_one_product_have_the_outputs_and_gradients_of_several(
     tolerance = 1e-2 if mx.default_device() != mx.Device(mx.cpu) else 2e-5
     for one, other in zip(found, expected, strict=True):
         assert mx.abs(one - other).max().item() <= tolerance * max(mx.abs(other).max().item(), 1e-30)
+
+
+def test_only_lora_in_training_is_differentiated() -> None:
+    lora_context, adapter = LoraContext(), adapter_of(random_arrays(), widens=False)
+    dropped = DropoutLora(adapter, 0.5, {})
+    for lora, is_trained in ((None, False), (adapter, False), (TrainingLora(adapter), True), (dropped, True)):
+        with lora_context.applied(lora):
+            assert lora_context.is_trained == is_trained
+    assert not lora_context.is_trained
