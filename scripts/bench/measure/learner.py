@@ -17,7 +17,7 @@ PyTorch's do.
 import os
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -172,64 +172,87 @@ class Side:
 
     worker: str
     figure: str
-    """Its seconds over ours."""
+    """The end of its name: its seconds over ours."""
     settings: Settings | None = None
     """Those that it does not choose by itself."""
     needs_torch: bool = False
 
 
 UPDATES = {
-    "mlx-lm": Side(worker="mlx_lm_update", settings={"head": "all"}, figure="update.8b.vs_mlx_lm"),
+    "mlx-lm": Side(worker="mlx_lm_update", settings={"head": "all"}, figure="vs_mlx_lm"),
     "mlx-lm, head for completions": Side(
-        worker="mlx_lm_update", settings={"head": "completions"}, figure="update.8b.vs_mlx_lm_same_head"
+        worker="mlx_lm_update", settings={"head": "completions"}, figure="vs_mlx_lm_same_head"
     ),
-    "PyTorch + PEFT": Side(worker="torch_update", figure="update.8b.vs_torch_peft", needs_torch=True),
+    "PyTorch + PEFT": Side(worker="torch_update", figure="vs_torch_peft", needs_torch=True),
 }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateLoad:
+    """Rows of one shape."""
+
+    shape: str
+    rows: int
+    passes: tuple[int, ...]
+    """Rows of a pass that peers try."""
+
+
+UPDATE_LOADS = {
+    "8b": UpdateLoad(shape="8b", rows=16, passes=(4, 1, 2, 8)),
+    "05b": UpdateLoad(shape="0.5b", rows=64, passes=(16, 4, 8, 32)),
+}
+SHARING = "update.prompt_sharing_gain"
 
 
 @measurement(
     {
-        "update.8b.peak_gb": Bar(max=60, needs="gpu"),
-        "update.8b.vs_mlx_lm": Bar(min=1.3, needs="gpu"),
-        "update.8b.vs_mlx_lm_same_head": Bar(),
-        "update.8b.vs_torch_peft": Bar(min=1, needs="gpu"),
-        "update.prompt_sharing_gain": Bar(min=1.5, needs="gpu"),
+        **{f"update.{load}.vs_mlx_lm": Bar(min=1.3, needs="gpu") for load in UPDATE_LOADS},
+        **{f"update.{load}.vs_mlx_lm_same_head": Bar() for load in UPDATE_LOADS},
+        **{f"update.{load}.vs_torch_peft": Bar(min=1, needs="gpu") for load in UPDATE_LOADS},
+        **{f"update.{load}.peak_gb": Bar(max=60, needs="gpu") for load in UPDATE_LOADS},
+        SHARING: Bar(min=1.5, needs="gpu"),
     },
-    minutes=10,
+    minutes=15,
     needs="gpu",
 )
-def updates(request: Request) -> Figures:
-    """16 rows of 512 prompt and 512 completion tokens. Sharing: the same rows as groups of 8 with one prompt each."""
-    shape, half = ("tiny", 64) if request.is_quick else ("8b", 512)
-    job = {"shape": shape, "groups": 16, "group_size": 1, "prompt": half, "completion": half}
-    peers = {who: side for who, side in UPDATES.items() if request.wants(side.figure)}
-    ours = attempt("parallm_update", **job)
-    found = {who: update_of(side, request, job, None) for who, side in peers.items()}
-    for who, side in reversed(peers.items()):
-        if one := found[who]:
-            again = update_of(side, request, job, one["settings"])
-            one["seconds"] += again["seconds"] if again else []
-    if ours:
+def updates(request: Request) -> Iterator[Figures]:
+    """Rows of 512 prompt and 512 completion tokens. Sharing: those of 8B as groups of 8 with one prompt each."""
+    for name, load in UPDATE_LOADS.items():
+        figures = {who: f"update.{name}.{side.figure}" for who, side in UPDATES.items()}
+        peers = {who: UPDATES[who] for who, figure in figures.items() if request.wants(figure)}
+        shares = name == "8b" and request.wants(SHARING)
+        if not (peers or shares or request.wants(f"update.{name}.peak_gb")):
+            continue
+        shape, half = ("tiny", 64) if request.is_quick else (load.shape, 512)
+        job = {"shape": shape, "groups": load.rows, "group_size": 1, "prompt": half, "completion": half}
+        ours = attempt("parallm_update", **job)
+        found = {who: update_of(side, request, job, load, None) for who, side in peers.items()}
+        for who, side in reversed(peers.items()):
+            if one := found[who]:
+                again = update_of(side, request, job, load, one["settings"])
+                one["seconds"] += again["seconds"] if again else []
+        if not ours:
+            yield {figures[who]: None for who in peers}
+            continue
         ours["seconds"] += attempt("parallm_update", **job)["seconds"]
-    rows = [(who, median(one["seconds"]), described(one["settings"])) for who, one in found.items() if one]
-    figures: Figures = {
-        side.figure: median(one["seconds"]) / median(ours["seconds"]) if (one := found[who]) and ours else None
-        for who, side in peers.items()
-    }
-    if ours:
+        rows = [(who, median(one["seconds"]), described(one["settings"])) for who, one in found.items() if one]
         rows.append(("parallm", median(ours["seconds"]), "defaults"))
-        figures["update.8b.peak_gb"] = ours["peak_gb"]
-    if ours and request.wants("update.prompt_sharing_gain"):
-        shared = attempt("parallm_update", **job | {"groups": 2, "group_size": 8})
-        figures["update.prompt_sharing_gain"] = median(ours["seconds"]) / median(shared["seconds"]) if shared else None
-    print_table(f"One update: {shape}, 16 x {2 * half} tokens", [("", "median s", "settings"), *rows])
-    return figures
+        print_table(f"One update: {shape}, {load.rows} x {2 * half} tokens", [("", "median s", "settings"), *rows])
+        yield {
+            figures[who]: median(one["seconds"]) / median(ours["seconds"]) if one else None
+            for who, one in found.items()
+        } | {f"update.{name}.peak_gb": ours["peak_gb"]}
+        if shares:
+            shared = attempt("parallm_update", **job | {"groups": load.rows // GROUP_SIZE, "group_size": GROUP_SIZE})
+            yield {SHARING: median(ours["seconds"]) / median(shared["seconds"]) if shared else None}
 
 
-def update_of(side: Side, request: Request, job: Mapping[str, Any], settings: Settings | None) -> dict[str, Any]:
+def update_of(
+    side: Side, request: Request, job: Mapping[str, Any], load: UpdateLoad, settings: Settings | None
+) -> dict[str, Any]:
     """With the given settings, or those that it finds to be best."""
     python = request.torch_python if side.needs_torch else sys.executable
-    own = {"settings": settings or side.settings, "passes": (4, 1, 2, 8)}
+    own = {"settings": settings or side.settings, "passes": load.passes}
     return attempt(side.worker, is_peer=True, python=python, environment={"BENCH_BLAS_LIBRARY": ""}, **job, **own)
 
 
