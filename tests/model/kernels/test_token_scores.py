@@ -89,7 +89,7 @@ def test_a_logit_of_minus_infinity_counts_as_no_token_at_all(temperature: float)
 @needs_kernels
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("has_entropies", [True, False])
-@pytest.mark.parametrize("size", [3, 5, 300, 304, 20_003])
+@pytest.mark.parametrize("size", [3, 300, 304, 20_003])
 @pytest.mark.usefixtures("kernels")
 def test_the_kernels_agree_with_float64(dtype: mx.Dtype, has_entropies: bool, size: int) -> None:
     given = logits(dtype, size)
