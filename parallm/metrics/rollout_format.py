@@ -192,7 +192,7 @@ Cut = Callable[[Sequence[np.ndarray], Callable[[], object]], Sequence[CutText]]
 
 
 def encode(rollouts: StepRollouts, cut: Cut, throttle: Callable[[], object] = lambda: None) -> bytes:
-    """Return the file's content. `throttle` is called after each completion, and given to `cut`."""
+    """Return the file's content. `throttle` is called after each completion, group and array, and given to `cut`."""
     return join_rows(rollouts, encode_rows(rollouts, rollouts.indices, cut, throttle), throttle)
 
 
@@ -215,24 +215,29 @@ def join_rows(rollouts: StepRollouts, rows: EncodedRows, throttle: Callable[[], 
     """Return the file's content, from the rows of all completions. For `throttle` see `encode`."""
     ordered = [rows[index] for index in rollouts.indices]
     texts = iter(ordered)
-    groups: list[str] = []
+    groups: list[str] = []  # escaped one by one: a thread that escapes a whole step would stop all others for it
     for group in rollouts.groups:
         completions = ",".join(next(texts).text for _ in group.trajectories)
-        groups.append(f'{_to_json(_group_head(group))[:-1]},"completions":[{completions}]}}')
+        groups.append(_escaped(f'{_to_json(_group_head(group))[:-1]},"completions":[{completions}]}}'))
         throttle()
-    arrays = joined_arrays(ordered)
+    arrays = joined_arrays(ordered, throttle)
     lengths_S = [len(row.arrays["tokens"]) for row in ordered]
     arrays["offsets"] = np.concatenate([[0], np.cumsum(lengths_S)]).astype(np.int64)
     if _agree(arrays):
         del arrays["learner_logprobs"]
     if not _varies(arrays["advantages"], [length for length in lengths_S if length]):
         del arrays["advantages"]
-    return _packed(arrays, {"summary": _to_json(_summary(rollouts)), "groups": f"[{','.join(groups)}]"})
+    throttle()
+    return _packed(arrays, {"summary": _escaped(_to_json(_summary(rollouts))), "groups": f"[{','.join(groups)}]"})
 
 
-def joined_arrays(rows: Sequence[EncodedRow]) -> dict[str, np.ndarray]:
-    """The arrays of all rows, one row after the other."""
-    return {name: _joined([row.arrays[name] for row in rows], name) for name in KINDS if name != "offsets"}
+def joined_arrays(rows: Sequence[EncodedRow], throttle: Callable[[], object] = lambda: None) -> dict[str, np.ndarray]:
+    """The arrays of all rows, one row after the other. `throttle` is called after each array."""
+    arrays: dict[str, np.ndarray] = {}
+    for name in (name for name in KINDS if name != "offsets"):
+        arrays[name] = _joined([row.arrays[name] for row in rows], name)
+        throttle()
+    return arrays
 
 
 def decode(content: bytes) -> RolloutFile:
@@ -364,16 +369,22 @@ def _to_json(value: object) -> str:
         return _well_formed(json.dumps(finite(value), allow_nan=False, ensure_ascii=False, separators=(",", ":")))
 
 
+def _escaped(text: str) -> str:
+    """What stands between the quotes of a JSON string."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
 def _packed(arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> bytes:
-    """A safetensors file. Format: https://github.com/huggingface/safetensors"""
-    header: dict[str, Any] = {"__metadata__": metadata}
+    """A safetensors file; `metadata` are escaped. Format: https://github.com/huggingface/safetensors"""
+    entries: dict[str, Any] = {}
     end = 0
     for name, array in arrays.items():
-        header[name] = {"dtype": KINDS[name][0], "shape": [len(array)], "data_offsets": [end, end + array.nbytes]}
+        entries[name] = {"dtype": KINDS[name][0], "shape": [len(array)], "data_offsets": [end, end + array.nbytes]}
         end += array.nbytes
-    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return b"".join([len(text).to_bytes(8, "little"), text, *(array.tobytes() for array in arrays.values())])
+    described = ",".join(f'"{name}":"{text}"' for name, text in metadata.items())
+    header = f'{{"__metadata__":{{{described}}},{json.dumps(entries, separators=(",", ":"))[1:]}'.encode()
+    header += b" " * (-len(header) % 8)
+    return b"".join([len(header).to_bytes(8, "little"), header, *(array.tobytes() for array in arrays.values())])
 
 
 def _header(content: bytes, *, is_whole: bool = True) -> tuple[dict[str, Any], int]:

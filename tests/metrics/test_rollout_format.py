@@ -88,6 +88,24 @@ def test_what_is_written_comes_back() -> None:
     assert file.groups[1]["messages"] == [("user", "12 + 3?")]
 
 
+def test_texts_come_back_whatever_they_hold() -> None:
+    hard = 'a "quote" \\ and\n\t\x00 \u2028 \U0001f600</script>'
+    one = trajectory((1, 2), 1.0, text=hard)
+    problem = Problem(problem_id=hard, messages=(Message(role="user", content=hard),), answer=hard)
+    content = encode(StepRollouts(step=1, time=0.0, groups=[replace(group(one), problem=problem)]), cut)
+    (found,) = decode(content).groups
+    assert (found["problem_id"], found["messages"], found["answer"]) == (hard, [("user", hard)], hard)
+    assert found["completions"][0]["text"] == hard
+    assert decode_summary(content)["problems"] == [(hard, 1.0)]
+
+
+def test_other_threads_get_their_turn_after_each_completion_group_and_array() -> None:
+    calls = list[None]()
+    encode(STEP, cut, lambda: calls.append(None))
+    completions, groups, arrays = 3, 2, 7
+    assert len(calls) >= completions + groups + arrays
+
+
 def test_a_completion_that_nothing_was_learned_from_has_no_numbers_of_the_learner() -> None:
     tokens = decode(encode(STEP, cut)).tokens(1, 0)
     assert (tokens.texts, tokens.entropies_T, tokens.flags_T.tolist()) == (["e", "f"], None, [TRAINED, 0])
