@@ -234,7 +234,9 @@ def join_rows(rollouts: StepRollouts, rows: EncodedRows, throttle: Callable[[], 
 def joined_arrays(rows: Sequence[EncodedRow], throttle: Callable[[], object] = lambda: None) -> dict[str, np.ndarray]:
     """The arrays of all rows, one row after the other. `throttle` is called after each array."""
     arrays: dict[str, np.ndarray] = {}
-    for name in (name for name in KINDS if name != "offsets"):
+    for name in KINDS:
+        if name == "offsets":
+            continue
         arrays[name] = _joined([row.arrays[name] for row in rows], name)
         throttle()
     return arrays
@@ -370,7 +372,7 @@ def _to_json(value: object) -> str:
 
 
 def _escaped(text: str) -> str:
-    """What stands between the quotes of a JSON string."""
+    """The JSON string of `text`, without its quotes."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 

@@ -313,7 +313,7 @@ def test_a_learner_needs_attention_and_scores_in_both_directions(
     assert launched == {}
     names = [name for name, _ in listed]
     assert {"flash_attention_hopper", "flash_attention_queries", "rotate", "token_scores", "swiglu"} <= set(names)
-    assert {"token_scores_gradient", "swiglu_gradient", "gather_rows_gradient"} <= set(names)
+    assert {"token_scores_gradient", "swiglu_gradient", "gather_rows_gradient", "rms_norm_gradient"} <= set(names)
     assert names.count("flash_attention_keys") == 2
 
 

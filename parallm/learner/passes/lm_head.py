@@ -75,10 +75,12 @@ class ChunkedHead:
         return -(-num_tokens // size) * size
 
     def _size(self, num_tokens: int) -> int:
-        """Tokens of each chunk. With our kernels all are alike, since the last one would be mostly padding."""
+        """Tokens of each chunk of so many. With our kernels all chunks have one size: the last one would otherwise be
+        mostly padding."""
         if not has_kernels() or num_tokens == 0:
             return self._chunk
-        return min(self._chunk, canonical_size(-(-num_tokens // -(-num_tokens // self._chunk))))
+        count = -(-num_tokens // self._chunk)
+        return min(self._chunk, canonical_size(-(-num_tokens // count)))
 
     def score(
         self, hidden_NH: mx.array, tokens_N: mx.array, temperature_N: mx.array, *, wants_slopes: bool = False

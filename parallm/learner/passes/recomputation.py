@@ -40,7 +40,8 @@ ACTIVATION_SHARE = 0.5
 LOGITS_CHUNKS = 4
 """Logits of two chunks exist at the same time, and their gradients."""
 CHUNKS_OF_PASS = 48
-"""What exists of logits and their gradients is then a twelfth of all logits, which `CUDA_PASS_SHARE` leaves out."""
+"""Two chunks of logits and their gradients take a twelfth of the memory of all logits. `pass_tokens` counts chunks of
+the smallest size alone."""
 MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 64 << 20, 512 << 20
 """Products and softmaxes of few tokens leave most of a GPU idle: an update of a 0.5B shape on an H200, whose passes
 have 9 GB of logits, takes 0.297 s with chunks of 64 MiB, 0.285 s with 256, 0.271 s with 512."""

@@ -32,7 +32,10 @@ def fits(x: mx.array, weight_H: mx.array) -> bool:
 
 
 def rms_norm(x: mx.array, weight_H: mx.array, eps: float) -> mx.array:
-    """The RMS norm of rows (.., H) times a weight, in their type. The weight's gradient is NaN: nobody trains it."""
+    """The RMS norm of rows `x` (.., H) times `weight_H`, in their type, differentiable by `x`.
+
+    The gradient with respect to the weight is NaN: a frozen weight needs none, and an optimizer would show it.
+    """
 
     @mx.custom_function  # type: ignore[untyped-decorator]
     def forward(x: mx.array, weight_H: mx.array) -> mx.array:
